@@ -18,8 +18,8 @@ environment variable ``FQUANT_KERNELS=reference|cpu|triton`` forces one, and ``c
 * ``reference``: plain torch, which defines the results. It serves float64 and every other device. It also replaces a
   backend that is not available, with one warning.
 
-Two modules are torch's matrix product in tiles on every device: ``ops/nearest.py``, and ``additive_codebooks.py`` for
-arrays of learned vectors.
+Arrays of learned vectors have kernels in C. Elsewhere ``additive_codebooks.py`` decodes a tile at a time, which torch
+multiplies.
 """
 
 from .packed_ops import decode, encode, matmul, matmul_t

@@ -1,4 +1,4 @@
-"""Arrays of learned vectors (additive quantisation), on every device: rows are decoded a tile at a time.
+"""Arrays of learned vectors (additive quantisation) in plain torch: rows are decoded a tile at a time.
 
     codes    u8[*stack ... groups·stages]    for each group of ``dim`` elements along a row, a code of each stage
     scale    f32[*stack ... blocks]
@@ -6,6 +6,7 @@
 
 An element is the sum of its stages' vectors, the first stage first, in float32, times its scale, rounded once to the
 array's dtype. A product decodes ``TILE`` bytes of float32 rows and lets torch multiply, so a dense weight never exists.
+C has the same bits and products of its own (``cpu/csrc/additive.h``).
 """
 
 import math

@@ -61,7 +61,9 @@ def _call(name: str, x: Tensor, buffers: Sequence[Tensor], spec: Spec) -> Tensor
 
 
 def _backend(spec: Spec, device: torch.device) -> Any:
-    return backend(device.type)[1] if spec.format.vectors is None else additive_codebooks
+    module, vectors = backend(device.type)[1], spec.format.vectors
+    in_c = vectors is None or vectors.dim <= getattr(module, "MOST_DIM", 0)
+    return module if in_c else additive_codebooks
 
 
 def _checked_encode(op: str, rows: Tensor, text: str) -> tuple[Tensor, Format]:

@@ -24,12 +24,12 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
+from torch.nn.functional import embedding, pad
 
 from .. import random
 from ..format import CODES, FORMER_NAMES, Format, num_blocks, num_bytes
-from ..kernels.dispatch import has_no_values
-from ..kernels.ops.nearest import nearest
+from ..kernels.dispatch import has_no_values, is_direct
+from ..kernels.ops.beam_search import beam_search, stage_sums
 
 ITERATIONS = 10  # of k-means
 ROUNDS = 3  # of all stages together
@@ -112,7 +112,8 @@ def _vectors(groups: _Groups, stages: int, key: Tensor) -> Tensor:
     left, tables = groups, []
     for stage in range(stages):
         tables.append(_cluster(left, random.fold(key, stage)))
-        left = left._replace(x=left.x - tables[-1][_nearest(left.x[:, None], left.near, tables[-1], 1)[:, 0, 0]])
+        if stage < stages - 1:
+            left = left._replace(x=left.x - _of(tables[-1], _search(left, tables[-1][None])))
     vectors = torch.stack(tables)
     for _ in range(ROUNDS if stages > 1 else 0):
         vectors = _refined(groups, _search(groups, vectors), vectors)
@@ -124,9 +125,11 @@ def _cluster(groups: _Groups, key: Tensor) -> Tensor:
     drawn = groups.x[random.permutation(key, len(groups.x))[:CODES]]
     table = pad(drawn, (0, 0, 0, CODES - len(drawn)))
     for _ in range(ITERATIONS):
-        codes = _nearest(groups.x[:, None], groups.near, table, 1)[:, 0, 0]
-        error = ((groups.x - table[codes]).square() * groups.mass).sum(-1)
-        table, empty = _means(codes, groups.x, groups.mass, table)
+        former, codes = table, _search(groups, table[None])
+        table, empty = _means(groups, codes, former[None], 0)
+        if is_direct(empty) and not empty.any():
+            continue  # the errors, of which there is no use, take as long as the means
+        error = ((groups.x - _of(former, codes)).square() * groups.mass).sum(-1)
         worst = error.topk(min(CODES, len(error))).indices  # empty clusters restart where the error is largest
         turn = (empty.cumsum(0) - 1).clamp(min=0, max=len(worst) - 1)
         table = torch.where(empty[:, None], groups.x[worst[turn]], table)
@@ -135,49 +138,27 @@ def _cluster(groups: _Groups, key: Tensor) -> Tensor:
 
 def _refined(groups: _Groups, codes: Tensor, vectors: Tensor) -> Tensor:
     """Move each stage's vectors in turn to the means of the other stages' residuals; ``codes`` u8[n S]."""
-    vectors, codes = vectors.clone(), codes.long()
-    for stage, table in enumerate(vectors):
-        others = sum(vectors[i][codes[:, i]] for i in range(len(vectors)) if i != stage)
-        vectors[stage], _ = _means(codes[:, stage], groups.x - others, groups.mass, table)
+    vectors = vectors.clone()
+    for stage in range(len(vectors)):
+        vectors[stage], _ = _means(groups, codes, vectors, stage)
     return vectors
 
 
-def _means(codes: Tensor, x: Tensor, mass: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the means f32[256 D] of x by code, ``table``'s for codes without mass, and a mask [256] of these."""
-    wide = mass.double()
-    sums = torch.zeros_like(table, dtype=torch.float64).index_add(0, codes, x * wide)
-    total = wide.new_zeros(len(table), wide.shape[-1]).index_add(0, codes, wide)
+def _means(groups: _Groups, codes: Tensor, vectors: Tensor, stage: int) -> tuple[Tensor, Tensor]:
+    """Return the means f32[256 D] of the other stages' residuals by code, and a mask [256] of codes without mass.
+
+    A code without mass keeps its vector.
+    """
+    sums, total = stage_sums(groups.x, groups.mass, codes, vectors, stage)
     means = (sums / torch.where(total > 0, total, 1)).float()
-    return torch.where(total > 0, means, table), (total == 0).all(-1)
+    return torch.where(total > 0, means, vectors[stage]), (total == 0).all(-1)
 
 
 def _search(groups: _Groups, vectors: Tensor) -> Tensor:
     """Return the codes u8[n S] of the best sums of vectors f32[S 256 D] that a beam finds for groups."""
-    xs = groups.x.split(CHUNK)
-    nears = [None] * len(xs) if groups.near is None else groups.near.split(CHUNK)
-    return torch.cat([_beam(x, near, vectors) for x, near in zip(xs, nears, strict=True)]).to(torch.uint8)
+    return beam_search(groups.x, groups.near, vectors, BEAM)
 
 
-def _beam(x: Tensor, near: Tensor | None, vectors: Tensor) -> Tensor:
-    left = x[:, None]  # [n b D], the residual of each of b candidates
-    codes = torch.empty(len(x), 1, 0, dtype=torch.int64, device=x.device)  # [n b stage]
-    for stage, table in enumerate(vectors):
-        width = 1 if stage == len(vectors) - 1 else BEAM
-        found = _nearest(left, near, table, width)  # [n b width]
-        after = left[:, :, None] - table[found]
-        error = after.square() if near is None else after.square() * near[:, None, None]
-        best = error.sum(-1).flatten(1).topk(width, largest=False).indices  # [n width]
-        longer = torch.cat([codes[:, :, None].expand(*found.shape, stage), found[..., None]], -1)
-        codes = longer.flatten(1, 2).gather(1, best[..., None].expand(*best.shape, stage + 1))
-        left = after.flatten(1, 2).gather(1, best[..., None].expand(*best.shape, x.shape[-1]))
-    return codes[:, 0]
-
-
-def _nearest(x: Tensor, near: Tensor | None, table: Tensor, top: int) -> Tensor:
-    """Return the codes i64[n b top] of the nearest in ``table`` [256 D] to x [n b D] by ``near`` [n D], best first."""
-    half, rows = table.square() / 2, x
-    if near is not None:  # the sum of near · (x·c - c²/2) is a product of vectors of twice the size
-        rows = torch.cat([x * near[:, None], near[:, None].expand(x.shape)], -1)
-        table, half = torch.cat([table, -half], -1), torch.zeros_like(half)
-    codes, _ = nearest(rows.flatten(0, 1)[None], table[None], half.sum(-1)[None], top)
-    return codes[0].unflatten(0, x.shape[:2])
+def _of(table: Tensor, codes: Tensor) -> Tensor:
+    """Return the vectors f32[n D] of ``table`` f32[256 D] at codes u8[n 1]."""
+    return embedding(codes[:, 0].int(), table)

@@ -8,7 +8,8 @@ over these tiles are kept in float32 at least.
 """
 
 from .causal_attention import attention, attention_backward
-from .codec import decode, encode, matmul, matmul_t
+from .codebook_search import beam_search, nearest, stage_sums
+from .codec import MOST_DIM, decode, encode, matmul, matmul_t
 from .decoding import cached_attention, dense_matmul
 from .elementwise import pointwise, silu, silu_derivative, turn
 from .integers import integer_matmul, integer_mm

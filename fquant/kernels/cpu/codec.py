@@ -1,4 +1,6 @@
-"""Packed arrays on the CPU: quantisation, dequantisation and products (csrc: quantize, dequantize, gemv and gemm).
+"""Packed arrays on the CPU: quantisation, dequantisation and products.
+
+The C is quantize, dequantize, additive, gemv and gemm of csrc.
 
 Most of the description of a format or of a packed array is kept between calls; pointers of buffers are filled in.
 Products that C does not compute decode a tile at a time, which torch multiplies.
@@ -19,6 +21,7 @@ from .library import DTYPES, Encoding, Packed, call, empty, result
 
 TILE = 2 << 20  # bytes of a decoded tile
 ALIGNED = 32  # columns: a decoded part starts at a multiple of this
+MOST_DIM = 64  # elements of a learned vector that C adds
 
 
 def encode(rows: Tensor, format: Format) -> tuple[Tensor, Tensor]:
@@ -36,7 +39,8 @@ def decode(buffers: Sequence[Tensor], spec: Spec, out: torch.dtype) -> Tensor:
         return decode(buffers, spec, spec.dtype).to(out)
     outer = stack(spec, buffers)
     values = empty(*outer, *spec.shape, dtype=out)
-    if outer and (spec.format.flat or spec.format.center):  # each array has scales or offsets of its own
+    own_parts = spec.format.flat or spec.format.center or spec.format.vectors is not None
+    if outer and own_parts:  # each array has scales, offsets or vectors of its own
         for array, *own in flattened(len(outer), values, *buffers):
             array.copy_(decode(own, spec, out))
     elif values.numel():
@@ -120,6 +124,8 @@ def in_place(spec: Spec, num_codes: int, *addresses: int) -> Packed | None:
     if spec.format.scale is not None and (nested is None or is_stack):
         return None
     w = Packed.from_buffer_copy(static)
+    if spec.format.vectors is not None:
+        addresses, w.vectors = addresses[:-1], addresses[-1]
     w.codes, scale, w.offset, w.zero = split(spec, addresses)  # type: ignore[arg-type]
     w.scale, w.rows, w.keep = scale[0], num_codes // row, static
     if nested is not None:
@@ -131,7 +137,11 @@ def _copied(buffers: Sequence[Tensor], spec: Spec) -> Packed:
     """Return the array for C, which keeps its memory."""
     static, row, nested = _static(spec)
     w = Packed.from_buffer_copy(static)
-    codes, scale, offset, zero = split(spec, buffers)
+    vectors = None
+    if spec.format.vectors is not None:
+        *buffers, vectors = buffers
+    codes, scale, *others = split(spec, buffers)
+    others = [None if t is None else t.contiguous() for t in (*others, vectors)]
     if spec.format.scale is not None and (nested is None or stack(spec, buffers)):
         scale, nested = [decode(scale, scales(spec), torch.float32)], None
     codes, scale = codes.contiguous(), [s.contiguous() for s in scale]
@@ -139,12 +149,8 @@ def _copied(buffers: Sequence[Tensor], spec: Spec) -> Packed:
     if nested is not None:
         w.nested = scale[1].data_ptr()
         w.nested_offset = scale[2].data_ptr() if nested.center else None
-    if offset is not None:
-        w.offset = offset.data_ptr()
-    if zero is not None:
-        zero = zero.contiguous()
-        w.zero = zero.data_ptr()
-    w.keep = codes, scale, offset, zero, static
+    w.offset, w.zero, w.vectors = (None if t is None else t.data_ptr() for t in others)
+    w.keep = codes, scale, others, static
     return w
 
 
@@ -160,6 +166,8 @@ def _static(spec: Spec) -> tuple[Packed, int, Format | None]:
         block = 1 << max(6, (width - 1).bit_length())  # because C shifts by the block size: one that holds a row
     w = Packed(width=width, block=block, bits=format.bits, dtype=DTYPES[dtype])
     nested = format.scale
+    if format.vectors is not None:
+        w.stages, w.dim = format.vectors.stages, format.vectors.dim
     if format.table is not None:
         padding = [0.0] * (16 - len(format.table))  # C widens codes of fewer bits to 4
         w.table_memory = torch.tensor([*format.table, *padding], dtype=torch.float32, device="cpu")

@@ -37,9 +37,8 @@ class Packed(ctypes.Structure):
     """``Packed`` of csrc/work.h."""
 
     _fields_ = _fields(
-        (Pointer, "codes scale nested nested_table nested_bytes nested_offset offset table zero"),
-        (Long, "rows width block nested_block"), (Int, "bits dtype"), (Float, "least"),
-        (Int, "plain"),
+        (Pointer, "codes scale nested nested_table nested_bytes nested_offset offset table zero vectors"),
+        (Long, "rows width block nested_block"), (Int, "stages dim bits dtype"), (Float, "least"), (Int, "plain"),
     )  # fmt: skip
 
 
@@ -135,6 +134,9 @@ def load() -> ctypes.CDLL:
         "attention": [ctypes.POINTER(Attention)],
         "cached_attention": [*[Pointer] * 6, *[Long] * 5, Double, Double, Int],
         "dense_matmul": [*[Pointer] * 3, Long, Long, Long, Int],
+        "nearest": [*[Pointer] * 3, *[Long] * 5, Pointer, Pointer],
+        "beam_search": [*[Pointer] * 5, *[Long] * 4, Pointer],
+        "stage_sums": [*[Pointer] * 4, *[Long] * 5, Pointer],
         "update": [ctypes.POINTER(Update)],
     }
     structures = (Packed, Encoding, Pointwise, Step, Read, Attention, Rounding, Moment, Update)

@@ -81,7 +81,9 @@ def _product(
     out0: Tensor,
 ) -> Call | None:  # fmt: skip
     spec, size = Spec(read_format(text), tuple(shape), dtype), buffers[0].numel()
-    if spec.format.vectors is not None or x.ndim != 2 or x.dtype not in DTYPES or not _is_plain(x, out0, *buffers):
+    if x.ndim != 2 or x.dtype not in DTYPES or not _is_plain(x, out0, *buffers):
+        return None
+    if spec.format.vectors is not None and spec.format.vectors.dim > codec.MOST_DIM:
         return None
     nowhere = codec.in_place(spec, size, *[0] * len(buffers))
     if nowhere is None or nowhere.width != spec.shape[1]:

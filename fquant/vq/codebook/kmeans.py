@@ -19,7 +19,7 @@ from ..quantized import Mask, Psum
 from . import rows
 from .book import Book
 from .encode import encode
-from .update import Stats, drawn_rows, stats
+from .update import Stats, as_summed, drawn_rows, stats, sum_by_code
 
 SPLIT_DISTANCE = 1 / 1024  # of the two copies of a mean, relative to it
 
@@ -54,8 +54,10 @@ def kmeans(
     start = psum(stats(book, x, no_codes, mask, key=random.fold(key, "start"), row_offset=row_offset))
     drawn, hit = drawn_rows(start)
     book = replace(book, codes=torch.where(hit[..., None], drawn, book.codes))
+    summed = as_summed(book, x, mask)
     for step in range(iterations):
-        book = _move_to_means(book, psum(stats(book, x, encode(book, x), mask)), split and step < iterations - 1)
+        found, _ = sum_by_code(book, *summed, rows.flatten_heads(book, encode(book, x)))
+        book = _move_to_means(book, psum(found), split and step < iterations - 1)
     return tree.map(torch.Tensor.detach, book)
 
 
@@ -66,7 +68,8 @@ def _move_to_means(book: Book, found: Stats, split: bool) -> Book:
     means = rows.unit(means) if book.metric == "cosine" else means
     codes = torch.where(empty[..., None], book.codes, means)
     if split:
-        codes = _split(codes, found.counts, empty)
+        if not dispatch.is_direct(empty) or empty.any():  # without empty ones it changes nothing
+            codes = _split(codes, found.counts, empty)
         codes = rows.unit(codes) if book.metric == "cosine" else codes
     counts = found.counts.clamp(min=1)
     return replace(book, codes=codes, counts=counts, sums=codes * counts[..., None])

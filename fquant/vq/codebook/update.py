@@ -60,24 +60,40 @@ def stats(
     check_row_codes(book, codes, x)
     if row_offset is not None and key is None:
         raise ValueError("row_offset: got numbers of rows, which only drawing needs, and no key; give both or none")
-    flat = rows.at_least_float32(rows.flatten_heads(book, x.detach(), 1)).to(book.codes.dtype)  # [h n D]
-    codes, kept = rows.flatten_heads(book, codes), rows.flat_mask(book, mask, x)
-    flat, valid = rows.zero_invalid(flat, codes >= 0 if kept is None else (codes >= 0) & kept)
-    flat = torch.where(valid[..., None], as_codes(book, flat), 0)
+    flat, valid, num_kept = as_summed(book, x, mask)
+    found, valid = sum_by_code(book, flat, valid, num_kept, rows.flatten_heads(book, codes))
+    if key is None:
+        return found
+    drawn, hits = rows.draw(key, book.codes.shape[-2], flat, rows.flat_mask(book, mask, x), valid, row_offset)
+    return replace(found, drawn=drawn.reshape(book.codes.shape), hits=hits.reshape(book.counts.shape))
+
+
+def as_summed(book: Book, x: Tensor, mask: Mask) -> tuple[Tensor, Tensor, Tensor]:
+    """Return rows ``x`` f[... D] as :func:`sum_by_code` adds them: [h n D], bool[h n] of finite ones, and their number.
+
+    The number f32[] is that of the rows that the mask selects, finite or not. Other rows are zeros.
+    """
+    flat = rows.at_least_float32(rows.flatten_heads(book, x.detach(), 1)).to(book.codes.dtype)
+    kept = rows.flat_mask(book, mask, x)
+    flat, valid = rows.zero_invalid(flat, kept)
+    num_kept = flat.new_full((), valid.numel()) if kept is None else kept.to(flat.dtype).sum()
+    mapped = as_codes(book, flat)
+    return flat if mapped is flat else torch.where(valid[..., None], mapped, 0), valid, num_kept
+
+
+def sum_by_code(book: Book, flat: Tensor, valid: Tensor, num_kept: Tensor, codes: Tensor) -> tuple[Stats, Tensor]:
+    """Return the stats of the rows of :func:`as_summed` with ``codes`` i64[h n], and which rows they count."""
+    valid = valid & (codes >= 0)
     heads, num_codes, dim = len(flat), *book.codes.shape[-2:]
-    # A code beyond the book must fail in the sum, and not be added to a code of the next head.
+    # A row without a code is added to a sum behind the last. A code beyond the book must fail.
+    size = heads * num_codes
     first = torch.arange(heads, device=codes.device)[:, None] * num_codes
-    index = torch.where(valid, torch.where(codes < num_codes, codes + first, heads * num_codes), 0)
-    index, ones = index.flatten(), valid.to(flat.dtype)
-    counts = ones.new_zeros(heads * num_codes).index_add(0, index, ones.flatten())
-    sums = flat.new_zeros(heads * num_codes, dim).index_add(0, index, flat.flatten(0, 1))
-    num_kept = ones.new_full((), valid.numel()) if kept is None else kept.to(ones.dtype).sum()
-    drawn = hits = None
-    if key is not None:
-        drawn, hits = rows.draw(key, num_codes, flat, kept, valid, row_offset)
-        drawn, hits = drawn.reshape(book.codes.shape), hits.reshape(book.counts.shape)
-    lost = num_kept - ones.sum()
-    return Stats(counts.reshape(book.counts.shape), sums.reshape(book.codes.shape), num_kept, lost, drawn, hits)
+    index = torch.where(valid, torch.where(codes < num_codes, codes + first, size + 1), size).flatten()
+    ones = valid.to(flat.dtype)
+    counts = ones.new_zeros(size + 1).index_add(0, index, ones.flatten())[:size]
+    sums = flat.new_zeros(size + 1, dim).index_add(0, index, flat.flatten(0, 1))[:size]
+    shaped = counts.reshape(book.counts.shape), sums.reshape(book.codes.shape)
+    return Stats(*shaped, num_kept, num_kept - ones.sum()), valid
 
 
 def add(*each: Stats) -> Stats:

@@ -10,10 +10,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fquant import kernels
 from fquant.device import HOST
 from fquant.format import AQ_2X8, AQ_3X8, NF4, Vectors
-from fquant.kernels import additive_codebooks, packed_ops
+from fquant.kernels import additive_codebooks, cpu, packed_ops
+from fquant.kernels.dispatch import VARIABLE
 from fquant.kernels.spec import Spec, layout
 from tests.helpers.devices.placing import on
-from tests.helpers.formats import DTYPES, alike, draw, shifted, strided
+from tests.helpers.formats import DTYPES, ISAS, alike, draw, shifted, strided
 from tests.helpers.kernels.rounding import assert_product
 
 KINDS = {
@@ -22,10 +23,20 @@ KINDS = {
     "blocks": replace(AQ_3X8, block=32),
     "one stage": replace(AQ_2X8, name="one", vectors=Vectors(4, 1)),
     "five": replace(AQ_2X8, name="five", vectors=Vectors(5, 2)),
+    "longer than in C": replace(AQ_2X8, name="longer", vectors=Vectors(cpu.MOST_DIM + 8, 1)),
 }
-SHAPES = [(6, 64), (3, 40), (5, 77), (1, 3), (2, 3, 24), (16,)]
+SHAPES = [(6, 64), (3, 40), (5, 77), (1, 3), (2, 3, 24), (16,), (2, 600)]
 kinds = pytest.mark.parametrize("format", KINDS.values(), ids=KINDS)
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+@pytest.fixture(params=["reference", *ISAS], autouse=True)
+def backend(request, device, monkeypatch):
+    """Every test has every backend of the host; on a GPU there is one."""
+    if device.type != "cpu" and request.param != "reference":
+        pytest.skip("a backend of the host")
+    monkeypatch.setenv(VARIABLE, request.param)
+    return request.param
 
 
 def drawn(device, spec, *stack):
@@ -73,7 +84,9 @@ def test_a_buffer_is_as_the_layout_says():
 
 
 @dtypes
-@pytest.mark.parametrize("shape, m", [((24, 100), 5), ((300, 40), 1), ((1, 8), 3), ((24, 100), 0)], ids=str)
+@pytest.mark.parametrize(
+    "shape, m", [((24, 100), 5), ((300, 40), 1), ((1, 8), 3), ((24, 100), 0), ((50, 1064), 70)], ids=str
+)
 @kinds
 def test_products(format, shape, m, dtype, device, monkeypatch):
     monkeypatch.setattr(

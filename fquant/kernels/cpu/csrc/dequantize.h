@@ -255,7 +255,11 @@ INLINE void NAME(span_as)(const Packed *w, int own, int64_t row, int64_t column,
     }
 }
 
+static void NAME(sum_vectors)(const Packed *w, int64_t row, int64_t column, int64_t n, int dtype, void *out);
+static void NAME(sum_halves)(const Packed *w, int64_t row, int64_t column, int64_t n, uint16_t *out);
+
 static void NAME(span)(const Packed *w, int64_t row, int64_t column, int64_t n, int past, int dtype, void *out) {
+    if (w->vectors) { NAME(sum_vectors)(w, row, column, n, dtype, out); return; }
 #define AS(OWN, DTYPE) if (w->dtype == OWN && dtype == DTYPE) NAME(span_as)(w, OWN, row, column, n, past, DTYPE, out);
     AS(F32, F32) else AS(BF16, F32) else AS(F16, F32)
     else AS(F32, BF16) else AS(BF16, BF16) else AS(F16, BF16)
@@ -266,7 +270,8 @@ static void NAME(span)(const Packed *w, int64_t row, int64_t column, int64_t n, 
 /* The same for a product with x of dtype: rounded to dtype, as bf16 if half, else as floats. */
 static void NAME(factors)(const Packed *w, int64_t row, int64_t column, int64_t n, int dtype, int half, void *out) {
     uint16_t some[PIECE];
-    if (half || dtype == F32 || dtype == w->dtype) NAME(span)(w, row, column, n, 0, half ? BF16 : F32, out);
+    if (half && w->vectors) NAME(sum_halves)(w, row, column, n, out);
+    else if (half || dtype == F32 || dtype == w->dtype) NAME(span)(w, row, column, n, 0, half ? BF16 : F32, out);
     else for (int64_t i = 0; i < n; i += PIECE) {
         NAME(span)(w, row, column + i, MIN(PIECE, n - i), 0, dtype, some);
         NAME(floats)(some, dtype, 0, MIN(PIECE, n - i), (float *)out + i);

@@ -20,6 +20,7 @@ static void NAME(halves)(const float *restrict x, int64_t n, int dtype, void *re
 
 #include "quantize.h"
 #include "dequantize.h"
+#include "additive.h"
 #include "gemv.h"
 #include "amx.h"
 #include "gemm.h"
@@ -35,6 +36,8 @@ static void NAME(halves)(const float *restrict x, int64_t n, int dtype, void *re
 #include "decoding.h"
 #include "pointwise.h"
 #include "moments.h"
+#include "nearest.h"
+#include "beam_search.h"
 
 #undef BY_HALF
 #undef FMA

@@ -51,7 +51,7 @@ enum { MAX_SCALES = PIECE / 16 }; /* of a piece */
 
 typedef struct { /* what an instruction set provides */
     Unit encode, decode, gemv, pack, matmul, pack_t, matmul_t, fold, draw, loss, norm, pointwise, attention, cached, dense_matmul, update,
-        quantize_row, integer_rows, few_integers;
+        quantize_row, integer_rows, few_integers, nearest, beam_search, stage_sums;
     void (*load)(const void *x, int dtype, int64_t n, int form, void *out); /* x in the form of `gemv` */
     size_t (*attention_room)(const Attention *a); /* bytes of scratch */
     int columns;      /* rows of x up to which `gemv` is used */
@@ -82,7 +82,9 @@ static const uint16_t BESIDE[64] __attribute__((aligned(64), unused)) = {
     BESIDE4(0), BESIDE4(4), BESIDE4(8), BESIDE4(12), BESIDE4(16), BESIDE4(20), BESIDE4(24), BESIDE4(28)};
 
 INLINE int64_t blocks_of(const Packed *w) { return (w->width + w->block - 1) / w->block; }
-INLINE int64_t bytes_of(const Packed *w) { return (w->width * w->bits + 7) / 8; }
+INLINE int64_t bytes_of(const Packed *w) {
+    return w->vectors ? (w->width + w->dim - 1) / w->dim * w->stages : (w->width * w->bits + 7) / 8;
+}
 INLINE int64_t pieces_of(int64_t width) { return (width + PIECE - 1) / PIECE; }
 INLINE int64_t slabs_of(int64_t words) { return (words + SLAB - 1) / SLAB; }
 INLINE int64_t padded_to(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
@@ -91,7 +93,7 @@ INLINE int64_t padded_to(int64_t n, int64_t to) { return (n + to - 1) / to * to;
 #define KERNELS_OF(ISA, BF16) {encode_##ISA, decode_##ISA, gemv_##ISA, pack_##ISA, matmul_##ISA, pack_t_##ISA, \
                                matmul_t_##ISA, fold_##ISA, draw_##ISA, loss_##ISA, norm_##ISA, pointwise_##ISA, \
                                attention_##ISA, cached_##ISA, dense_matmul_##ISA, update_##ISA, \
-                               quantize_row_##ISA, integer_rows_##ISA, few_integers_##ISA, load_##ISA, attention_room_##ISA, \
+                               quantize_row_##ISA, integer_rows_##ISA, few_integers_##ISA, nearest_##ISA, beam_search_##ISA, stage_sums_##ISA, load_##ISA, attention_room_##ISA, \
                                COLUMNS_##ISA, LANES_##ISA, \
                                PANEL_##ISA, LEAST_ROWS_##ISA, MOST_ROWS_##ISA, TILES_##ISA, BF16, BYTES_##ISA}
 #define PASTE(a, b) a##_##b
@@ -352,4 +354,55 @@ EXPORT int64_t fquant_update(int isa, int threads, const Update *u) {
     Update work = *u;
     threads = (int)MIN((int64_t)threads, work.n / ALONE + 1);
     return run(available[isa].kernels.update, &work, pieces_of(work.n), 0, NULL, threads);
+}
+
+#include "panels.h"
+
+/* The `top` codes [sets, k, d] of largest x·c - half for rows x [sets, n, d], best first: index and score
+   [sets, n, top]; -1 and -infinity for rows without a finite score. */
+EXPORT int64_t fquant_nearest(int isa, int threads, const float *x, const float *codes, const float *half, int64_t sets,
+                              int64_t n, int64_t k, int64_t d, int64_t top, int64_t *index, float *score) {
+    const Kernels *kernels = &available[isa].kernels;
+    Table table;
+    float *room = panels(codes, half, sets, k, d, kernels->panel, &table);
+    if (!room) return -1;
+    int64_t rows = top == 1 ? NEAR : MAX(SIX, MIN(NEAR, SCORES / table.padded / SIX * SIX));
+    Nearest work = {table, x, index, score, n, rows, (int)top};
+    size_t scratch = (size_t)(2 * top * NEAR + NEAR * d + (top > 1 ? rows * table.padded : 0)) * 4;
+    int failed = run(kernels->nearest, &work, sets * ((n + rows - 1) / rows), scratch, NULL, threads);
+    free(room);
+    return failed;
+}
+
+/* The codes [n, stages] of the best sums of vectors [stages, 256, d] for x [n, d]; rows are compared with tables
+   [stages, 256, d], or [stages, 256, 2 d] if near [n, d] weighs their elements, and half [stages, 256]. */
+EXPORT int64_t fquant_beam_search(int isa, int threads, const float *x, const float *near, const float *vectors,
+                                  const float *tables, const float *half, int64_t n, int64_t d, int64_t stages,
+                                  int64_t beam, uint8_t *codes) {
+    const Kernels *kernels = &available[isa].kernels;
+    Table table;
+    int64_t e = near ? 2 * d : d, most = stages > 1 ? beam : 1;
+    float *room = panels(tables, half, stages, CODES, e, kernels->panel, &table);
+    if (!room) return -1;
+    Beam work = {table, x, near, vectors, codes, n, d, stages, (int)most};
+    int64_t floats = 2 * e + (most > 1 ? table.padded : 0) + most * (1 + 2 * most + 2 * d);
+    int failed = run(kernels->beam_search, &work, (n + NEAR - 1) / NEAR,
+                     (size_t)padded_to(NEAR * (4 * floats + 2 * most * stages), 64), NULL, threads);
+    free(room);
+    return failed;
+}
+
+/* Add mass [n, m] times the residuals of x [n, d] of the stages other than `stage` to sums [256, d + m], and the masses. */
+EXPORT int64_t fquant_stage_sums(int isa, int threads, const float *x, const float *mass, const uint8_t *codes,
+                                 const float *vectors, int64_t n, int64_t d, int64_t m, int64_t stages, int64_t stage,
+                                 double *sums) {
+    int64_t parts = (n + SUMMED_ROWS - 1) / SUMMED_ROWS, size = CODES * (d + m);
+    double *room = malloc((size_t)(parts * size) * 8);
+    if (!room) return -1;
+    Sums work = {x, mass, vectors, codes, room, n, d, m, stages, stage};
+    int failed = run(available[isa].kernels.stage_sums, &work, parts, (size_t)padded_to(4 * d, 64), NULL, threads);
+    for (int64_t i = 0; !failed && i < parts; i++)
+        for (int64_t k = 0; k < size; k++) sums[k] += room[i * size + k];
+    free(room);
+    return failed;
 }

@@ -1,6 +1,7 @@
 /* The arguments of a call, in units of rows, pieces of rows, or tiles. library.py has the same Packed, Encoding,
    Attention, Step, Read and Pointwise. `dtype` is F32, BF16 or F16. */
 
+enum { CODES = 256, MOST_DIM = 64 }; /* vectors of a stage, and their elements */
 typedef struct { /* a packed array */
     const uint8_t *codes;      /* [rows, bytes] */
     const void *scale;         /* f32[rows, blocks], or their u8 codes if nested */
@@ -11,7 +12,9 @@ typedef struct { /* a packed array */
     const float *offset;       /* f32[], or NULL */
     const float *table;        /* f32[1 << bits], at least 16; NULL: the codes are int8 */
     const float *zero;         /* f32[rows, blocks]: subtracted from values of the table; or NULL */
+    const float *vectors;      /* f32[stages, 256, dim]: a group of `dim` elements is a sum of one of each stage; or NULL */
     int64_t rows, width, block, nested_block;
+    int32_t stages, dim;       /* of vectors: dim up to MOST_DIM */
     int32_t bits, dtype;       /* bits: 16 for the integers of a dense weight, which integers.h reads */
     float least;               /* scale from which no value is denormal: 2^-125 / the least magnitude but 0, with zero
                                   points that are tame (dequantize.h) */
@@ -162,3 +165,16 @@ typedef struct { /* of n elements: update f32[n], or if `apply` the new paramete
     float b1, rest1, b2, rest2, eps, decay; /* rest: 1 - b */
     int32_t rule, grad_dtype, param_dtype, apply;
 } Update;
+
+/* Codes to compare rows with, in panels (nearest.h): [padded / PANEL][d][PANEL], and half [padded], infinite for
+   padding. */
+enum { NEAR = 48 };        /* rows in a unit: a multiple of SIX and of all vectors */
+enum { SLICE = 4096 };      /* floats of panels that a unit's rows are multiplied with in turn */
+enum { SCORES = 1 << 18 }; /* scores of a unit that are kept for more than one code a row */
+typedef struct { const float *panels, *half; int64_t padded, d; } Table;
+typedef struct { Table table; const float *x; int64_t *index; float *score; int64_t n, rows; int top; } Nearest;
+
+/* The search for codes u8[n, stages] of groups x [n, d], and the sums of residuals (beam_search.h). */
+enum { SUMMED_ROWS = 8192 }; /* groups that are added in turn */
+typedef struct { Table table; const float *x, *near, *vectors; uint8_t *codes; int64_t n, d, stages; int beam; } Beam;
+typedef struct { const float *x, *mass, *vectors; const uint8_t *codes; double *parts; int64_t n, d, m, stages, stage; } Sums;

@@ -8,9 +8,20 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
 
 from fquant.device import HOST
-from fquant.kernels.ops import nearest as module
+from fquant.kernels.dispatch import VARIABLE
 from fquant.kernels.ops.nearest import nearest
+from fquant.kernels.reference import codebook_search as module
 from tests.helpers.arrays import named, rng
+from tests.helpers.formats import ISAS
+
+
+@pytest.fixture(params=["reference", *ISAS], autouse=True)
+def backend(request, device, monkeypatch):
+    """Every test has every backend of the host; on a GPU there is one."""
+    if device.type != "cpu" and request.param != "reference":
+        pytest.skip("a backend of the host")
+    monkeypatch.setenv(VARIABLE, request.param)
+    return request.param
 
 
 def given(s=2, n=50, k=37, d=5, seed=0, dtype=torch.float32, device=HOST):
@@ -72,6 +83,28 @@ def test_a_row_without_a_finite_score_has_no_code(bad, top, device, small_tiles)
     assert (which[1, 4] == -1).all() and (score[1, 4] == -torch.inf).all()
     which[1, 4] = clean[1, 4]
     assert torch.equal(which, clean) and wanted[0].min() >= 0
+
+
+@pytest.mark.parametrize("top", [1, 3])
+def test_codes_that_are_not_finite(top, device):
+    """An infinite bias excludes a code; a code that is NaN leaves no row with a finite score."""
+    x, codes, half = given(device=device)
+    half[0, 3] = torch.inf
+    which, _ = nearest(x, codes, half, top)
+    assert not (which[0] == 3).any() and torch.equal(which.cpu(), oracle(x, codes, half, top)[0])
+    codes[1, 5, 2] = torch.nan
+    which, score = nearest(x, codes, half, top)
+    assert (which[1] == -1).all() and (score[1] == -torch.inf).all() and (which[0] >= 0).all()
+
+
+@pytest.mark.parametrize("n, k, d", [(1, 1, 1), (47, 64, 8), (49, 65, 8), (100, 300, 8), (7, 1000, 70), (200, 256, 16)])
+@pytest.mark.parametrize("top", [1, 4])
+def test_sizes_beside_those_of_vectors_and_units(n, k, d, top, device):
+    args = given(1, n, k, d, seed=2, device=device)
+    top = min(k, top)
+    (which, score), (wanted, values) = nearest(*args, top), oracle(*args, top)
+    assert torch.equal(which.cpu(), wanted)
+    torch.testing.assert_close(score.cpu(), values.float(), rtol=1e-5, atol=2e-5)
 
 
 def test_of_no_rows(device):

@@ -13,10 +13,12 @@ Rows, by the names that --only takes:
     kmeans    k-means of rows from a mixture, of equally many iterations for all contestants
     objective the mean squared distance to the codes of k-means, on average over seeds
 
-Columns: fquant, vq (vector-quantize-pytorch) and faiss, which has k-means alone. Contestants take turns and are timed
-as in tests/bench/timing.py; in brackets is fquant's time over theirs. A missing library leaves its column empty. The
-bounds are meant for 32768 rows of 64 dims and 8192 codes. This is no test: the exit status is 0 if they are met or
-missed, and 2 for bad options.
+and those of weights of learned vectors, ``tests/bench/vq/weights.py``.
+
+Columns: fquant, vq (vector-quantize-pytorch), faiss, and decode, a product with the decoded weight. Contestants take
+turns and are timed as in tests/bench/timing.py; in brackets is fquant's time over theirs. A missing library leaves its
+column empty. The bounds are meant for 32768 rows of 64 dims and 8192 codes. This is no test: the exit status is 0 if
+they are met or missed, and 2 for bad options.
 """
 
 import sys
@@ -35,9 +37,10 @@ from torch import Tensor
 from fquant import random, vq
 from tests.bench import peers, report, timing
 from tests.bench.report import Row, at_most
+from tests.bench.vq import weights
 
-ROWS = ("encode", "update", "step", "memory", "kmeans", "objective")
-COLUMNS = ("fquant", "vq", "faiss")
+ROWS = ("encode", "update", "step", "memory", "kmeans", "objective", *weights.ROWS)
+COLUMNS = ("fquant", "vq", "faiss", "decode")
 FASTER, SMALLER = 1 / 6, 0.05  # of vector-quantize-pytorch's time and memory
 WORSE = 1.002  # of faiss's objective; seeds differ by more
 
@@ -61,6 +64,10 @@ class Options:
     """Iterations of k-means."""
     seeds: int = 4
     """Runs of k-means, each from rows of its own."""
+    out: int = 256
+    """Rows of the weight whose vectors are learned."""
+    width: int = 1024
+    """Columns of that weight."""
     threads: int = 1
     """Threads, for everybody."""
     repeats: int = 3
@@ -72,7 +79,7 @@ class Options:
 
     def check(self) -> None:
         """Raise ValueError for options that cannot be measured."""
-        for name in ("rows", "dim", "codes", "means", "iterations", "seeds", "repeats"):
+        for name in ("rows", "dim", "codes", "means", "iterations", "seeds", "out", "width", "repeats"):
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name} is {getattr(self, name)}; wanted at least 1")
         if self.means > self.rows:
@@ -194,7 +201,7 @@ def measure(options: Options) -> list[Row]:
         out.append(Row("memory", "MiB", figures, wanted))
     if {"kmeans", "objective"} & set(names):
         out += _clustering(x, options, names, generator)
-    return out
+    return out + weights.rows(names, options.out, options.width, options.repeats)
 
 
 def _clustering(x: Tensor, options: Options, names: tuple[str, ...], generator: torch.Generator) -> list[Row]:
@@ -256,7 +263,3 @@ def main(args: list[str] | None = None) -> int:
         return 2
     run(options)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
