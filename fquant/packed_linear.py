@@ -19,8 +19,9 @@ from torch.autograd import forward_ad
 
 from . import random
 from .adapted import merge_aware
+from .adapted import slots as slot_products
 from .adapted.merge_aware import StraightThrough
-from .adapted.nodes import Adapted, Lora, Scaled, scaling
+from .adapted.nodes import Adapted, Lora, LoraSlots, Scaled, scaling
 from .calibration import statistics
 from .calibration.statistics import Probed
 from .communication import LookedUpRows
@@ -114,6 +115,8 @@ def embedding(tokens: Tensor, w: Weight | LookedUpRows) -> Tensor:
             return embedding(tokens, _fake(dense, recipe) if isinstance(recipe, FakeQuantization) else dense)
         case Adapted(base=base, lora=lora, merge_aware=True):
             return _merge_aware_rows(tokens, base, lora)
+        case Adapted(lora=LoraSlots()):
+            raise TypeError("embedding got adapters of slots, which is not implemented; target linears only")
         case Adapted(base=base, lora=lora):
             y, b = embedding(tokens, base), F.embedding(tokens, lora.b)
             total = y + (scaling(lora) * (b @ lora.a)).to(y.dtype)
@@ -201,6 +204,8 @@ def _with_act(x: Tensor, w: Weight, act: Activations) -> Tensor:
 def _adapted(x: Tensor, w: Adapted, act: Activations | None = None) -> Tensor:
     lora = w.lora
     y = linear(x, w.base, act=act)
+    if isinstance(lora, LoraSlots):
+        return y + slot_products.updates(x, lora, w.key).to(y.dtype)
     dropped = x if w.key is None else random.dropout(x, lora.dropout, w.key)
     update = linear(scaling(lora) * linear(dropped.to(lora.a.dtype), lora.a), lora.b)  # scaled where it is smallest
     update = update.to(y.dtype)
