@@ -1,7 +1,7 @@
 """Learning rates as functions of the step: a schedule gets the number of updates made before, so the first is 0.
 
-Numbers of a schedule may be tensors []. So under ``vmap`` each element may have a schedule of its own. Values of tensors
-are not checked.
+Numbers of a schedule may be tensors []. So under ``vmap`` each element may have a schedule of its own. Values
+of tensors are not checked.
 """
 
 import math

@@ -5,16 +5,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch.func import grad, grad_and_value, jvp, vjp, vmap
+from torch.func import grad_and_value
 
 from fquant import NF4_DQ, jit, linear, lora, optim, quantize, random, tree
 from fquant.lora import slots
-from fquant.packed import dequantize
-from fquant.packed_linear import embedding
 from models import decoder
 from models.config import Config
 
-CFG = Config(vocab=96, dim=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, hidden=96)
+CFG = Config(vocab=96, dim=64, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=16, hidden=96)
 TARGETS = r"layers\.\d+\.(q|k|v|o|gate|up|down)"
 ROOM = ((4, 2), (16, 3), (8, 1))  # ranks, and slots of each
 SLOTS = sum(n for _, n in ROOM)
@@ -139,3 +137,89 @@ def test_each_slot_has_the_bits_of_its_adapter_alone(name, dtype, captured):
     assert not any(t.any() for t in tree.leaves(tree.map(lambda t: t[2], bank[1].adapters)))  # the free one
     if captured:
         assert len(step.traced) == 1
+
+
+def test_a_slot_does_not_see_the_others():
+    """Adapters, moments and losses of a slot keep their bits if all others hold infinities."""
+    base, optimiser = make_base(), OPTIMISERS["adamw"]
+    bank = make_bank(base, optimiser, dropout=False)
+    alone = make_alone(base, 1, 16, optimiser, dropout=False)
+    bank, slot = put(bank, alone, optimiser)
+    spoilt = make_alone(base, 2, 16, optimiser, dropout=False)
+    spoilt.adapters = tree.map(lambda t: t + torch.inf, spoilt.adapters)
+    mixed, other = put(bank, spoilt, optimiser)
+    found = [slots.step(each, loss, optimiser, base, tokens_of(0), torch.float32) for each in (bank, mixed)]
+    assert same_bits(*(of_slot(bank, slot) for bank, _ in found))
+    assert found[0][1][numbers_of(slot)] == found[1][1][numbers_of(slot)]
+    assert not found[1][1][numbers_of(other)].isfinite()
+
+
+def test_fill_and_take():
+    """An adapter is taken as it was filled in, in a slot of its rank; arguments are not changed."""
+    base, optimiser = make_base(), OPTIMISERS["adamw"]
+    bank = make_bank(base, optimiser)
+    made = lora.init(base, TARGETS, 16, alpha=7.3, dropout=0.2)
+    before = tree.map(torch.clone, bank)
+    filled = slots.fill(bank, slots.Slot(1, 1), made, optimiser, {"lr": 0.1, "total": 3, "warmup": 1}, key=5)
+    assert same_bits(bank, before)
+    taken = slots.take(filled, slots.Slot(1, 1))
+    assert same_bits(taken, made) and tree.structure(taken) == tree.structure(made)
+    assert slots.free(filled, made) == (1, 0)
+    assert filled[1].active.tolist() == [False, True, False] and filled[1].key.tolist() == [0, 5, 0]
+    assert torch.equal(filled[1].own["lr"], torch.tensor([0, 0.1, 0])) and filled[1].own["total"].tolist() == [0, 3, 0]
+    assert slots.stop(filled, slots.Slot(1, 1))[1].active.tolist() == [False] * 3
+
+
+def test_ranks_may_differ_between_paths():
+    """Slots of one structure are a stack; its paths may have ranks of their own, stabilised."""
+    base, optimiser = {"q": torch.eye(8), "k": torch.eye(8)}, lambda own: optim.sgd(own["lr"])
+    make = lambda key: lora.init(base, "q", 2, 4.0, key) | lora.init(base, "k", 3, 4.0, key, rank_stabilised=True)
+    bank = slots.init([(make(0), 2)], optimiser, {"lr": 0.1})
+    many = [tree.map(lambda t: t + 0.1, make(key)) for key in (1, 2)]
+    for adapters in many:
+        bank = slots.fill(bank, slots.free(bank, adapters), adapters, optimiser, {"lr": 0.1})
+    x = torch.arange(48.0).reshape(2, 3, 8)
+    found = lora.attach(base, slots.joined(bank))
+    for path in base:
+        each = [linear(row, lora.attach(base, adapters)[path]) for row, adapters in zip(x, many, strict=True)]
+        torch.testing.assert_close(linear(x, found[path]), torch.stack(each))
+
+
+ADAPTERS = lora.init({"w": torch.eye(8)}, "w", 2)
+OTHER = lora.init({"w": torch.eye(8)}, "w", 3)
+SGD = lambda own: optim.sgd(own["lr"])
+OWN = {"lr": 0.1}
+BANK = slots.init([(ADAPTERS, 1)], SGD, OWN)
+FULL = slots.fill(BANK, slots.Slot(0, 0), ADAPTERS, SGD, OWN)
+DORA = lora.init({"w": torch.eye(8)}, "w", 2, dora=True)
+TWO = lora.init({"w": torch.eye(8), "v": torch.eye(8)}, "w|v", 2)
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda: slots.init([], SGD, OWN), "like: got no adapters"),
+        (lambda: slots.init([(ADAPTERS, 0)], SGD, OWN), r"like\.0: got 0 slots, wanted at least 1"),
+        (lambda: slots.init([(ADAPTERS, 1), (TWO, 1)], SGD, OWN), r"like\.1: adapters of other paths"),
+        (lambda: slots.init([(DORA, 1)], SGD, OWN), "w: got DoRA in a slot"),
+        (lambda: slots.free(FULL, ADAPTERS), "no slot is free for adapters of rank 2 among 1 stacks like them"),
+        (lambda: slots.free(FULL, OTHER), "no slot is free for adapters of rank 3 among 0 stacks"),
+        (lambda: slots.fill(BANK, slots.Slot(0, 0), OTHER, SGD, OWN), r"slot \(0, 0\) is for adapters of other paths"),
+        (lambda: slots.fill(BANK, slots.Slot(0, 0), ADAPTERS, SGD, {}), r"own: got \[\], wanted \['lr'\], as in init"),
+        (
+            lambda: slots.fill(BANK, slots.Slot(0, 0), lora.init({"w": torch.eye(8)}, "w", 2, dropout=0.5), SGD, OWN),
+            r"dropout: got 0\.5 in a bank without; use slots\.init\(\.\.\., dropout=True\)",
+        ),
+        (
+            lambda: slots.fill(
+                slots.init([(TWO, 1)], SGD, OWN), slots.Slot(0, 0), TWO | lora.init({"v": torch.eye(8)}, "v", 2, 5.0),
+                SGD, OWN,
+            ),
+            r"alpha: got \[5\.0, 16\.0\] in one slot, wanted one",
+        ),
+        (lambda: slots.step(FULL, lambda *_: torch.ones(2), SGD), r"loss: got shape \(2,\), wanted \(1,\)"),
+    ],
+)  # fmt: skip
+def test_errors(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
