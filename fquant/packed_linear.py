@@ -21,7 +21,7 @@ from . import random
 from .adapted import merge_aware
 from .adapted import slots as slot_products
 from .adapted.merge_aware import StraightThrough
-from .adapted.nodes import Adapted, Lora, LoraSlots, Scaled, scaling
+from .adapted.nodes import Adapted, AdaptedSlots, Lora, Scaled, scaling
 from .calibration import statistics
 from .calibration.statistics import Probed
 from .communication import LookedUpRows
@@ -41,7 +41,7 @@ from .quantized_training.weights import Carried
 
 FEW_ROWS, LARGE = 4, 1 << 20  # rows, and elements of a dense weight, from which its one read takes the time
 
-Weight: TypeAlias = Tensor | Packed | Adapted | Scaled | StraightThrough | Trainable | Carried | Probed
+Weight: TypeAlias = Tensor | Packed | Adapted | AdaptedSlots | Scaled | StraightThrough | Trainable | Carried | Probed
 
 
 def linear(x: Tensor, w: Weight, bias: Tensor | None = None, act: Activations | None = None) -> Tensor:
@@ -69,6 +69,8 @@ def linear(x: Tensor, w: Weight, bias: Tensor | None = None, act: Activations | 
             y = _few_rows(x, w) if _has_few_rows(x, w) else x @ w.to(x.dtype).mT
         case Adapted(merge_aware=False):
             y = _adapted(x, w)
+        case AdaptedSlots():
+            y = _with_slots(x, w)
         case Adapted() | StraightThrough():
             found = merged(w)
             _check(x, tuple(found.merged.shape))
@@ -115,8 +117,6 @@ def embedding(tokens: Tensor, w: Weight | LookedUpRows) -> Tensor:
             return embedding(tokens, _fake(dense, recipe) if isinstance(recipe, FakeQuantization) else dense)
         case Adapted(base=base, lora=lora, merge_aware=True):
             return _merge_aware_rows(tokens, base, lora)
-        case Adapted(lora=LoraSlots()):
-            raise TypeError("embedding got adapters of slots, which is not implemented; target linears only")
         case Adapted(base=base, lora=lora):
             y, b = embedding(tokens, base), F.embedding(tokens, lora.b)
             total = y + (scaling(lora) * (b @ lora.a)).to(y.dtype)
@@ -190,6 +190,8 @@ def _with_act(x: Tensor, w: Weight, act: Activations) -> Tensor:
         raise TypeError("linear got act beside a Trainable; name the format of x in its recipe")
     if isinstance(w, Adapted):
         return _adapted(x, w, act)
+    if isinstance(w, AdaptedSlots):
+        return _with_slots(x, w, act)
     if isinstance(act, Outliers):
         usual, large = separate(x, act)
         return linear(usual, w, act=act.format) + linear(large, w)
@@ -204,8 +206,6 @@ def _with_act(x: Tensor, w: Weight, act: Activations) -> Tensor:
 def _adapted(x: Tensor, w: Adapted, act: Activations | None = None) -> Tensor:
     lora = w.lora
     y = linear(x, w.base, act=act)
-    if isinstance(lora, LoraSlots):
-        return y + slot_products.updates(x, lora, w.key).to(y.dtype)
     dropped = x if w.key is None else random.dropout(x, lora.dropout, w.key)
     update = linear(scaling(lora) * linear(dropped.to(lora.a.dtype), lora.a), lora.b)  # scaled where it is smallest
     update = update.to(y.dtype)
@@ -213,6 +213,11 @@ def _adapted(x: Tensor, w: Adapted, act: Activations | None = None) -> Tensor:
         return y + update
     gain = (lora.magnitude / row_norms(w.base, lora)).to(y.dtype)  # f[out]
     return gain * (y + update) if dropped is x else y + (gain - 1) * linear(dropped, w.base, act=act) + gain * update
+
+
+def _with_slots(x: Tensor, w: AdaptedSlots, act: Activations | None = None) -> Tensor:
+    y = linear(x, w.base, act=act)
+    return y + slot_products.updates(x, w.slots, w.key).to(y.dtype)
 
 
 def row_norms(base: Weight, lora: Lora) -> Tensor:
@@ -228,7 +233,7 @@ def row_norms(base: Weight, lora: Lora) -> Tensor:
 
 def square_norms(w: Any, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return the squared Euclidean norms f[out] of the rows of ``w`` [out in]."""
-    if isinstance(w, Scaled | StraightThrough | Trainable):
+    if isinstance(w, Scaled | StraightThrough | Trainable | AdaptedSlots):
         raise TypeError(f"the norms of a {type(w).__name__} were asked for; wanted a Tensor, Packed or Adapted")
     if isinstance(w, Adapted):
         norms = row_norms(w.base, w.lora) if w.lora.magnitude is None else w.lora.magnitude.detach()

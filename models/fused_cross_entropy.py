@@ -31,7 +31,7 @@ from fquant.communication import VocabShard
 from fquant.kernels import reference
 from fquant.kernels.ops import nll
 from fquant.kernels.reference.causal_attention import capped
-from fquant.packed_linear import Adapted, LoraSlots, Packed, Weight, linear, merged
+from fquant.packed_linear import Adapted, Packed, Weight, linear, merged
 
 from . import vocab_parallel
 from .blocks import IGNORE, check_ids
@@ -207,8 +207,6 @@ def vocab_size(weight: Any) -> int:
     match weight:
         case VocabShard(size=size):
             return size
-        case Adapted(lora=LoraSlots()):
-            raise ValueError("weight has adapters of slots, which chunks of rows mix; use blocks.cross_entropy by slot")
         case Adapted(base=base, lora=lora, key=key):
             if key is not None and lora.dropout > 0:
                 fault = f"dropout {lora.dropout}, whose mask depends on the place of a row among all rows"

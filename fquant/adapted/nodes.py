@@ -1,7 +1,7 @@
 """Adapters and the weights that they are attached to, as nodes.
 
     Lora in an Adapted     x · (w + s · b · a)ᵀ          low-rank; with a magnitude, DoRA
-    LoraSlots in one       x[i] · (w + s[i] · b[i] · a[i])ᵀ        a low-rank update for each slot i of the inputs
+    LoraSlots in AdaptedSlots  x[i] · (w + s[i] · b[i] · a[i])ᵀ    an update for each slot i of the inputs
     Ia3 in a Scaled        outputs ∘ ((x ∘ inputs) · wᵀ + bias)     multiplicative, (IA)³
 
 Sources: LoRA, Hu et al. 2021; DoRA, Liu et al. 2024; (IA)³, Liu et al. 2022 (T-Few).
@@ -48,12 +48,21 @@ class Adapted:
     """A weight and the adapter attached to it; ``key`` i64[...] is present if dropout is on."""
 
     base: Any  # Tensor | Packed | Adapted
-    lora: Lora | LoraSlots
+    lora: Lora
     key: Tensor | None = None
     merge_aware: bool = static(default=False)  # products are those of the merged weight (see merge_aware)
 
 
 add_later_fields(Adapted, "merge_aware")
+
+
+@node
+class AdaptedSlots:
+    """A weight and the adapters of slots attached to it; ``key`` i64[slots] is present if dropout is on."""
+
+    base: Any  # any weight that linear takes
+    slots: LoraSlots
+    key: Tensor | None = None
 
 
 @node

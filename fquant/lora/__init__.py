@@ -23,7 +23,7 @@ Sources: LoRA, Hu et al. 2021; rank-stabilised scaling, Kalajdzievski 2023; DoRA
 are constants (their section 4.3). Scaling, initialisation and the place of dropout are those of PEFT.
 """
 
-from ..adapted.nodes import Adapted, Ia3, Lora, LoraSlots
+from ..adapted.nodes import Adapted, AdaptedSlots, Ia3, Lora, LoraSlots
 from . import slots
 from .adapters import Adapters, attach, init, init_ia3, stack
 from .combination import combine, scale
@@ -32,6 +32,7 @@ from .dithering import dither
 from .merging import merge, merge_packed, pack_like, replace_weights
 
 __all__ = [
-    "Adapted", "Adapters", "Ia3", "Lora", "LoraSlots", "attach", "combine", "dither", "eva", "init", "init_ia3",
-    "loftq", "merge", "merge_packed", "olora", "pack_like", "pissa", "replace_weights", "scale", "slots", "stack",
+    "Adapted", "AdaptedSlots", "Adapters", "Ia3", "Lora", "LoraSlots", "attach", "combine", "dither", "eva", "init",
+    "init_ia3", "loftq", "merge", "merge_packed", "olora", "pack_like", "pissa", "replace_weights", "scale", "slots",
+    "stack",
 ]  # fmt: skip

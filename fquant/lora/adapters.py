@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .. import random, tree
 from ..adapted.merge_aware import check
-from ..adapted.nodes import Ia3, LoraSlots, Scaled
+from ..adapted.nodes import AdaptedSlots, Ia3, LoraSlots, Scaled
 from ..communication import AfterLoad, Loadable, LookedUpRows
 from ..device import HOST
 from ..grouped_products import full_shape
@@ -138,7 +138,7 @@ def _drops(w: Any) -> bool:
     return w.dropout is not None if isinstance(w, LoraSlots) else getattr(w, "dropout", 0) > 0
 
 
-def _of_slots(x: Any, slots: LoraSlots, key: Tensor | None, merge_aware: bool) -> Adapted:
+def _of_slots(x: Any, slots: LoraSlots, key: Tensor | None, merge_aware: bool) -> AdaptedSlots:
     expect(not merge_aware, "merge-aware got slots, which is not implemented; attach them without merge_aware")
     out, width = _shape(x)
     for lora in slots.stacks:
@@ -146,7 +146,7 @@ def _of_slots(x: Any, slots: LoraSlots, key: Tensor | None, merge_aware: bool) -
         fits = len(a) == len(b) == 3 and (b[1], a[2]) == (out, width) and a[:2] == (b[0], b[2])
         wanted = f"wanted a [slots rank {width}], b [slots {out} rank]"
         expect(fits, f"slots of a {a}, b {b} do not fit a weight {(out, width)}; {wanted}")
-    return Adapted(x, slots, key)
+    return AdaptedSlots(x, slots, key)
 
 
 def _scaled(x: Any, ia3: Ia3, merge_aware: bool) -> Scaled:
@@ -190,7 +190,7 @@ def _shape(w: Any, stacked: bool = False) -> tuple[int, ...]:
     match w:
         case Lazy(like=like):
             return _shape(like, stacked)
-        case Adapted(base=base) | Scaled(base=base):
+        case Adapted(base=base) | AdaptedSlots(base=base) | Scaled(base=base):
             return _shape(base, stacked)
         case Trainable(weight=weight):
             return _shape(weight, stacked)

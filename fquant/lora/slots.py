@@ -86,9 +86,9 @@ def init(
         numbers = {name: torch.zeros_like(_number(x, one)) for name, x in own.items()}
         many = tree.map(lambda t, n=n: t.new_zeros(n, *t.shape), (one, optimizer(numbers).init(one), numbers))
         zeros = lambda dtype, n=n, one=one: torch.zeros(n, dtype=dtype, device=tree.leaves(one)[0].device)
-        rates = zeros(torch.float64) if dropout else None
-        long = torch.int64
-        bank.append(Slots(*many, zeros(torch.float64), zeros(long), zeros(long), zeros(torch.bool), rates))
+        rates, (stacked, state, numbers), long = zeros(torch.float64) if dropout else None, many, torch.int64
+        fixed = zeros(torch.float64), zeros(long), zeros(long), zeros(torch.bool)
+        bank.append(Slots(stacked, state, numbers, *fixed, rates))
     return bank
 
 

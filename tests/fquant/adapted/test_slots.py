@@ -125,8 +125,8 @@ def test_errors():
         lora.attach({"w": base}, {"w": slots}, merge_aware=True)
     with pytest.raises(ValueError, match=r"cannot be adapted; wanted \[out in\]"):
         lora.attach({"w": base[None]}, {"w": slots})
-    with pytest.raises(TypeError, match="embedding got adapters of slots"):
+    with pytest.raises(TypeError, match="embedding got a weight of type AdaptedSlots; wanted"):
         embedding(torch.zeros(SLOTS, 2, dtype=torch.int64), lora.attach({"w": base}, {"w": slots})["w"])
     head, targets = lora.attach({"w": base}, {"w": slots})["w"], torch.zeros(SLOTS, 2, dtype=torch.int64)
-    with pytest.raises(ValueError, match="weight has adapters of slots, which chunks of rows mix"):
+    with pytest.raises(TypeError, match="weight is a AdaptedSlots; wanted Tensor, Packed or Adapted"):
         fused_cross_entropy.token_losses(x, head, targets)
