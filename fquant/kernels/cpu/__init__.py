@@ -10,7 +10,7 @@ over these tiles are kept in float32 at least.
 from .causal_attention import attention, attention_backward
 from .codec import decode, encode, matmul, matmul_t
 from .decoding import cached_attention, dense_matmul
-from .elementwise import pointwise, silu, silu_derivative, turn
+from .elementwise import pointwise, root, silu, silu_derivative, turn
 from .integers import integer_matmul, integer_mm
 from .library import isas, load
 from .moments import adam_update, momentum_update
