@@ -190,6 +190,7 @@ def _updated(slots: Slots, grads: Adapters, optimizer: Optimizers) -> Slots:
 
     if not len(slots.key):  # on a mesh of more ranks than slots
         return slots
+    grads = tree.map(torch.Tensor.contiguous, grads)  # those of batched products are transposed, which breaks fusion
     adapters, state = vmap(one)(slots.own, slots.active, grads, slots.state, slots.adapters)
     return replace(slots, adapters=adapters, state=state, count=slots.count + slots.active)
 
