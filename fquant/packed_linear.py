@@ -19,8 +19,9 @@ from torch.autograd import forward_ad
 
 from . import random
 from .adapted import merge_aware
+from .adapted import slots as slot_products
 from .adapted.merge_aware import StraightThrough
-from .adapted.nodes import Adapted, Lora, Scaled, scaling
+from .adapted.nodes import Adapted, AdaptedSlots, Lora, Scaled, scaling
 from .calibration import statistics
 from .calibration.statistics import Probed
 from .communication import LookedUpRows
@@ -40,7 +41,7 @@ from .quantized_training.weights import Carried
 
 FEW_ROWS, LARGE = 4, 1 << 20  # rows, and elements of a dense weight, from which its one read takes the time
 
-Weight: TypeAlias = Tensor | Packed | Adapted | Scaled | StraightThrough | Trainable | Carried | Probed
+Weight: TypeAlias = Tensor | Packed | Adapted | AdaptedSlots | Scaled | StraightThrough | Trainable | Carried | Probed
 
 
 def linear(x: Tensor, w: Weight, bias: Tensor | None = None, act: Activations | None = None) -> Tensor:
@@ -68,6 +69,8 @@ def linear(x: Tensor, w: Weight, bias: Tensor | None = None, act: Activations | 
             y = _few_rows(x, w) if _has_few_rows(x, w) else x @ w.to(x.dtype).mT
         case Adapted(merge_aware=False):
             y = _adapted(x, w)
+        case AdaptedSlots():
+            y = _with_slots(x, w)
         case Adapted() | StraightThrough():
             found = merged(w)
             _check(x, tuple(found.merged.shape))
@@ -187,6 +190,8 @@ def _with_act(x: Tensor, w: Weight, act: Activations) -> Tensor:
         raise TypeError("linear got act beside a Trainable; name the format of x in its recipe")
     if isinstance(w, Adapted):
         return _adapted(x, w, act)
+    if isinstance(w, AdaptedSlots):
+        return _with_slots(x, w, act)
     if isinstance(act, Outliers):
         usual, large = separate(x, act)
         return linear(usual, w, act=act.format) + linear(large, w)
@@ -210,6 +215,11 @@ def _adapted(x: Tensor, w: Adapted, act: Activations | None = None) -> Tensor:
     return gain * (y + update) if dropped is x else y + (gain - 1) * linear(dropped, w.base, act=act) + gain * update
 
 
+def _with_slots(x: Tensor, w: AdaptedSlots, act: Activations | None = None) -> Tensor:
+    y = linear(x, w.base, act=act)
+    return y + slot_products.updates(x, w.slots, w.key).to(y.dtype)
+
+
 def row_norms(base: Weight, lora: Lora) -> Tensor:
     """Return the Euclidean norms f[out] of the rows of ``W + s·b·a``, constants as in section 4.3 of DoRA.
 
@@ -223,7 +233,7 @@ def row_norms(base: Weight, lora: Lora) -> Tensor:
 
 def square_norms(w: Any, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return the squared Euclidean norms f[out] of the rows of ``w`` [out in]."""
-    if isinstance(w, Scaled | StraightThrough | Trainable):
+    if isinstance(w, Scaled | StraightThrough | Trainable | AdaptedSlots):
         raise TypeError(f"the norms of a {type(w).__name__} were asked for; wanted a Tensor, Packed or Adapted")
     if isinstance(w, Adapted):
         norms = row_norms(w.base, w.lora) if w.lora.magnitude is None else w.lora.magnitude.detach()

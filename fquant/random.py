@@ -86,8 +86,19 @@ def bernoulli(key: Tensor, p: float, shape: tuple[int, ...]) -> Tensor:
     return random_bits.bernoulli(key, round(p * 2**32), _drawn(key, shape))
 
 
-def dropout(x: Tensor, p: float, key: Tensor) -> Tensor:
-    """Zero elements of x with probability ``p`` in [0, 1), scale others by 1 / (1 - p); the key's shape leads x's."""
+def dropout(x: Tensor, p: float | Tensor, key: Tensor) -> Tensor:
+    """Zero elements of x with probability ``p`` in [0, 1), scale others by 1 / (1 - p); the key's shape leads x's.
+
+    ``p`` may be f64 of the key's shape, a probability for each key; its values are not checked. It has the bits of
+    numbers, and takes 8 bytes an element meanwhile.
+    """
+    if isinstance(p, Tensor):
+        if p.dtype is not torch.float64 or p.shape != key.shape:
+            raise ValueError(f"p: got {p.dtype} {tuple(p.shape)}, wanted float64 {tuple(key.shape)}, one for each key")
+        p = p.reshape(*p.shape, *[1] * (x.ndim - p.ndim))
+        scale = (1.0 / (1.0 - p)).to(torch.promote_types(x.dtype, torch.float32))
+        is_kept = bits(key, x.shape) < ((1.0 - p) * 2**32).round().long()
+        return torch.where(is_kept, (x * scale).to(x.dtype), 0.0)
     if not 0.0 <= p < 1.0:
         raise ValueError(f"p: got {p}, wanted a probability in [0, 1)")
     if p == 0.0:

@@ -1,6 +1,7 @@
 """Adapters and the weights that they are attached to, as nodes.
 
     Lora in an Adapted     x · (w + s · b · a)ᵀ          low-rank; with a magnitude, DoRA
+    LoraSlots in AdaptedSlots  x[i] · (w + s[i] · b[i] · a[i])ᵀ    an update for each slot i of the inputs
     Ia3 in a Scaled        outputs ∘ ((x ∘ inputs) · wᵀ + bias)     multiplicative, (IA)³
 
 Sources: LoRA, Hu et al. 2021; DoRA, Liu et al. 2024; (IA)³, Liu et al. 2022 (T-Few).
@@ -30,6 +31,19 @@ class Lora:
 
 
 @node
+class LoraSlots:
+    """Low-rank updates of a weight [out in] for inputs whose dim 0 is the slot; ranks differ between stacks.
+
+    Slots are those of the first stack, then of the second, and so on. Alpha and dropout are those of each slot, and
+    the static ones of the stacks are not read.
+    """
+
+    stacks: list[Lora]  # a f[n rank in], b f[n out rank]
+    alpha: Tensor  # f64[slots]
+    dropout: Tensor | None = None  # f64[slots], probabilities
+
+
+@node
 class Adapted:
     """A weight and the adapter attached to it; ``key`` i64[...] is present if dropout is on."""
 
@@ -40,6 +54,15 @@ class Adapted:
 
 
 add_later_fields(Adapted, "merge_aware")
+
+
+@node
+class AdaptedSlots:
+    """A weight and the adapters of slots attached to it; ``key`` i64[slots] is present if dropout is on."""
+
+    base: Any  # any weight that linear takes
+    slots: LoraSlots
+    key: Tensor | None = None
 
 
 @node
@@ -60,5 +83,10 @@ class Scaled:
 
 def scaling(lora: Lora) -> float:
     """Return the factor of ``b · a``: alpha / rank, or alpha / sqrt(rank) if rank-stabilised."""
+    return lora.alpha / divisor(lora)
+
+
+def divisor(lora: Lora) -> float:
+    """Return what alpha is divided by: the rank, or its root if rank-stabilised."""
     rank = lora.a.shape[-2]
-    return lora.alpha / (rank**0.5 if lora.rank_stabilised else rank)
+    return rank**0.5 if lora.rank_stabilised else rank

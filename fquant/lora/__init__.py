@@ -17,13 +17,14 @@ updates of both:
 
 Modules: ``adapters`` (init, attach, stack; init_ia3), ``combination`` (scale, combine), ``merging`` (merge,
 merge_packed, pack_like, replace_weights), ``decompositions`` (pissa, olora, loftq, eva: adapters that begin as a part
-of their weight), ``dithering`` (dither, for merge-aware training).
+of their weight), ``dithering`` (dither, for merge-aware training), ``slots`` (many adapters in one step).
 
 Sources: LoRA, Hu et al. 2021; rank-stabilised scaling, Kalajdzievski 2023; DoRA, Liu et al. 2024, whose row norms
 are constants (their section 4.3). Scaling, initialisation and the place of dropout are those of PEFT.
 """
 
-from ..adapted.nodes import Adapted, Ia3, Lora
+from ..adapted.nodes import Adapted, AdaptedSlots, Ia3, Lora, LoraSlots
+from . import slots
 from .adapters import Adapters, attach, init, init_ia3, stack
 from .combination import combine, scale
 from .decompositions import eva, loftq, olora, pissa
@@ -31,6 +32,7 @@ from .dithering import dither
 from .merging import merge, merge_packed, pack_like, replace_weights
 
 __all__ = [
-    "Adapted", "Adapters", "Ia3", "Lora", "attach", "combine", "dither", "eva", "init", "init_ia3", "loftq", "merge",
-    "merge_packed", "olora", "pack_like", "pissa", "replace_weights", "scale", "stack",
+    "Adapted", "AdaptedSlots", "Adapters", "Ia3", "Lora", "LoraSlots", "attach", "combine", "dither", "eva", "init",
+    "init_ia3", "loftq", "merge", "merge_packed", "olora", "pack_like", "pissa", "replace_weights", "scale", "slots",
+    "stack",
 ]  # fmt: skip

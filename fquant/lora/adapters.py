@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .. import random, tree
 from ..adapted.merge_aware import check
-from ..adapted.nodes import Ia3, Scaled
+from ..adapted.nodes import AdaptedSlots, Ia3, LoraSlots, Scaled
 from ..communication import AfterLoad, Loadable, LookedUpRows
 from ..device import HOST
 from ..grouped_products import full_shape
@@ -26,7 +26,7 @@ from ..quantized_training.recipes import Trainable
 from ..tree import expect
 
 Adapters = dict[str, Lora]
-_is_adapters = lambda x: isinstance(x, dict) and all(isinstance(w, Lora | Ia3) for w in x.values())
+_is_adapters = lambda x: isinstance(x, dict) and all(isinstance(w, Lora | Ia3 | LoraSlots) for w in x.values())
 
 
 def init(
@@ -82,11 +82,7 @@ def attach(base: Any, adapters: Any, key: Tensor | None = None, merge_aware: boo
     if not _is_adapters(adapters):
         fix = "; the arguments are swapped, call attach(base, adapters)" if base and _is_adapters(base) else ""
         raise TypeError(f"attach got adapters of type {type(adapters).__name__}; wanted a dict of path to Lora{fix}")
-    keys = (
-        {}
-        if key is None
-        else {path: random.fold(key, path) for path, w in adapters.items() if getattr(w, "dropout", 0) > 0}
-    )
+    keys = {} if key is None else {path: random.fold(key, path) for path, w in adapters.items() if _drops(w)}
     return _Attach(merge_aware=merge_aware)(base, (adapters, keys))
 
 
@@ -105,6 +101,8 @@ class _Attach:
             with tree.at(self.prefix[:-1]):
                 if isinstance(adapters[""], Ia3):
                     return _scaled(x, adapters[""], self.merge_aware)
+                if isinstance(adapters[""], LoraSlots):
+                    return _of_slots(x, adapters[""], keys.get(""), self.merge_aware)
                 lora, (*many, out, width) = adapters[""], _shape(x, stacked=True)
                 a, b = tuple(lora.a.shape), tuple(lora.b.shape)
                 fits = (b[-2], a[-1]) == (out, width) and a[-2] == b[-1]
@@ -133,6 +131,22 @@ class _Attach:
             missing = repr(self.prefix + min(left))
             raise ValueError(f"adapter {missing} has no weight to be attached to; there is {names}")
         return out
+
+
+def _drops(w: Any) -> bool:
+    """Return True for an adapter that has dropout."""
+    return w.dropout is not None if isinstance(w, LoraSlots) else getattr(w, "dropout", 0) > 0
+
+
+def _of_slots(x: Any, slots: LoraSlots, key: Tensor | None, merge_aware: bool) -> AdaptedSlots:
+    expect(not merge_aware, "merge-aware got slots, which is not implemented; attach them without merge_aware")
+    out, width = _shape(x)
+    for lora in slots.stacks:
+        a, b = tuple(lora.a.shape), tuple(lora.b.shape)
+        fits = len(a) == len(b) == 3 and (b[1], a[2]) == (out, width) and a[:2] == (b[0], b[2])
+        wanted = f"wanted a [slots rank {width}], b [slots {out} rank]"
+        expect(fits, f"slots of a {a}, b {b} do not fit a weight {(out, width)}; {wanted}")
+    return AdaptedSlots(x, slots, key)
 
 
 def _scaled(x: Any, ia3: Ia3, merge_aware: bool) -> Scaled:
@@ -176,7 +190,7 @@ def _shape(w: Any, stacked: bool = False) -> tuple[int, ...]:
     match w:
         case Lazy(like=like):
             return _shape(like, stacked)
-        case Adapted(base=base) | Scaled(base=base):
+        case Adapted(base=base) | AdaptedSlots(base=base) | Scaled(base=base):
             return _shape(base, stacked)
         case Trainable(weight=weight):
             return _shape(weight, stacked)

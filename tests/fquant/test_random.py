@@ -194,6 +194,15 @@ def test_dropout_scales_what_it_keeps_and_its_gradient_is_the_mask(dtype):
     assert random.dropout(x, 0.0, KEYS) is x
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_dropout_of_a_tensor_has_the_bits_of_numbers(dtype):
+    rates, x = [0.0, 0.1, 0.5, 0.3, 0.999], random.normal(random.fold(KEYS, 1), (5, 40, 30), dtype)
+    got = random.dropout(x, torch.tensor(rates, dtype=torch.float64), KEYS)
+    assert torch.equal(got, torch.stack([random.dropout(*one) for one in zip(x, rates, KEYS, strict=True)]))
+    with pytest.raises(ValueError, match=r"p: got torch.float32 \(5,\), wanted float64 \(5,\), one for each key"):
+        random.dropout(x, torch.tensor(rates, dtype=torch.float32), KEYS)
+
+
 def test_dropout_zeroes_what_is_not_finite_where_it_drops():
     y = random.dropout(torch.full((1000,), torch.inf), 0.5, KEYS[0])
     assert set(y.tolist()) == {0.0, torch.inf}

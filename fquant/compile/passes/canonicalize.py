@@ -2,6 +2,7 @@
 
     cat([-x[..., h:], x[..., :h]], -1)        # becomes turn(x, h), x f[... 2h]: rotary embeddings
     cat([x[..., h:], -x[..., :h]], -1)        # becomes turn(x, -h), its transpose, which gradients have
+    x.double().sqrt().float()                 # becomes root(x), x f32
     x.mul_(y)                                 # becomes x * y, if only this node uses x
     wide = x.float(); a * wide; b * wide      # becomes a cast per step, because a program then reads the narrow x
     (a * b).view(shape) + c                   # becomes a.view(shape) * b.view(shape) + c
@@ -18,7 +19,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from ...kernels.dispatch import runs_programs
-from ...kernels.ops.pointwise import ROTATE_HALF
+from ...kernels.ops.pointwise import ROOT, ROTATE_HALF
 from ...kernels.ops.pointwise_program import Step, is_turned
 from .. import graph as graphs
 from .pointwise_lowering import FLOATS, constant_value, step_of
@@ -32,8 +33,9 @@ _VIEWS = (_aten.view.default, _aten._unsafe_view.default)
 
 
 def canonicalize(graph: Graph) -> None:
-    """Rewrite rotary halves, in-place ops, shared casts and views between elementwise nodes into forms that fuse."""
+    """Rewrite halves, roots, in-place ops, shared casts and views between elementwise nodes into forms that fuse."""
     _replace_rotary_halves(graph)
+    _replace_roots(graph)
     _functionalize(graph)
     _duplicate_casts(graph)
     _hoist_views(graph)
@@ -71,6 +73,23 @@ def _match_rotary_halves(cat: Node) -> tuple[Node, int] | None:
     if not alike or x.dtype != t.dtype or starts != (half * x.stride(-1), 0):
         return None
     return source, half if negated[0] else -half
+
+
+def _replace_roots(graph: Graph) -> None:
+    """Replace roots in float64 between casts from and to float32."""
+    cast, kinds = _aten._to_copy.default, [torch.float32, torch.float64, torch.float64, torch.float32]
+    for node in list(graph.nodes):
+        chain = [node]  # from the result to the argument, three steps of one argument each
+        for target in (cast, _aten.sqrt.default, cast):
+            chain += chain[-1].all_input_nodes if chain[-1].target is target else []
+        if len(chain) != len(kinds):
+            continue
+        x, *_, y = values = [graphs.tensors(each)[0] for each in reversed(chain)]
+        if [t.dtype for t in values] != kinds or x.device != y.device or not y.is_contiguous():
+            continue
+        if runs_programs(y.device.type):
+            node.replace_all_uses_with(graphs.insert_before(node, ROOT, (chain[-1],), node.meta["val"]))
+            erase_unused(graph, [node])
 
 
 def _sliced_node(part: Any) -> Node | None:

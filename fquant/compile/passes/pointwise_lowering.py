@@ -17,7 +17,7 @@ from torch.fx import Node
 
 from ...device import HOST
 from ...kernels.dispatch import is_lazy, runs_programs
-from ...kernels.ops.pointwise import ROTATE_HALF
+from ...kernels.ops.pointwise import ROOT, ROTATE_HALF
 from ...kernels.ops.pointwise_program import DTYPES, Step
 from ...kernels.ops.silu import OPS as SILU
 from .. import graph as graphs
@@ -28,7 +28,7 @@ _OPS: dict[Any, str] = {
     _aten.add.Tensor: "add", _aten.add.Scalar: "add", _aten.sub.Tensor: "sub", _aten.sub.Scalar: "sub",
     _aten.mul.Tensor: "mul", _aten.mul.Scalar: "mul", _aten.div.Tensor: "div", _aten.div.Scalar: "div",
     _aten.neg.default: "neg", _aten.reciprocal.default: "reciprocal", _aten._to_copy.default: "to",
-    _aten.where.self: "where", ROTATE_HALF: "turn", **{op: name for name, op in SILU.items()},
+    _aten.where.self: "where", ROTATE_HALF: "turn", ROOT: "root", **{op: name for name, op in SILU.items()},
 }  # fmt: skip
 SQUARE, COPY, FULL = _aten.pow.Tensor_Scalar, _aten.copy_.default, _aten.full.default
 

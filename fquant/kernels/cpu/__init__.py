@@ -11,7 +11,7 @@ from .causal_attention import attention, attention_backward
 from .codebook_search import beam_search, nearest, stage_sums
 from .codec import MOST_DIM, decode, encode, matmul, matmul_t
 from .decoding import cached_attention, dense_matmul
-from .elementwise import pointwise, silu, silu_derivative, turn
+from .elementwise import pointwise, root, silu, silu_derivative, turn
 from .integers import integer_matmul, integer_mm
 from .library import isas, load
 from .moments import adam_update, momentum_update

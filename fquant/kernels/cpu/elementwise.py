@@ -45,7 +45,7 @@ def _alone(op: str, x: Tensor, half: int | None = None, out: Tensor | None = Non
     return out
 
 
-silu, silu_derivative, turn = (partial(_alone, op) for op in (*OWN, "turn"))
+silu, silu_derivative, turn, root = (partial(_alone, op) for op in (*OWN, "turn", "root"))
 
 
 class _Plan(NamedTuple):

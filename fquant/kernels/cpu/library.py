@@ -23,7 +23,7 @@ LARGE = 4 << 20  # bytes of a result that wants pages of 2 MiB
 DIMS = 6  # of a tensor that an elementwise program reads, after dims with a common stride are merged
 OPS = (
     "read", "write", "constant", "add", "sub", "mul", "div", "neg", "reciprocal", "to", "where", "turn", "decay",
-    "silu", "silu_derivative",
+    "silu", "silu_derivative", "root",
 )  # fmt: skip
 RULES = ("adamw", "adam", "lion", "sgd", "nesterov", "mean", "nesterov_mean")
 Pointer, Long, Int, Float, Double = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float, ctypes.c_double

@@ -1,8 +1,9 @@
-"""Chains of elementwise operations as one op, which reads and writes memory once, and the rotation of halves.
+"""Chains of elementwise operations as one op, which reads and writes memory once; rotations of halves, and roots.
 
     pointwise(read, write, program)    new tensors f[*shape]; other results are written over ``write``
     turn(x, h)                         f[... 2h] to [-second, first], where these are halves of the last dim
     turn(x, -h)                        f[... 2h] to [second, -first], its transpose and its inverse
+    root(x)                            square roots f32, rounded correctly: x.double().sqrt().float()
 
 One by one, the additions, products and casts of a norm or an optimiser each read and write memory and compute next to
 nothing. A *program* (``pointwise_program.py``) is such a chain as a value.
@@ -10,12 +11,14 @@ nothing. A *program* (``pointwise_program.py``) is such a chain as a value.
 Every step is rounded to its dtype, so a chain gives the same bits as its steps one by one. There are two kinds:
 
 * Steps named like operations of torch have their bits, which IEEE 754 defines. It does not define exponentials, and
-  torch's square roots come from libraries that need not round correctly. (``turn`` is a ``neg`` and a ``cat``.)
+  torch's square roots come from libraries that need not round correctly. (``turn`` is a ``neg`` and a ``cat``. ``root``
+  is a root in float64 between two casts, which optimisers have.)
 * ``silu`` and ``silu_derivative`` are the ops of ``silu.py``, which states their error. They never replace an operation
   of torch.
 
 Rotary embeddings in torch end every chain in two views, a negation and a concatenation, so
-``compile/passes/canonicalize.py`` puts ``turn`` into captured graphs: a step of a program, with the same bits.
+``compile/passes/canonicalize.py`` puts ``turn`` into captured graphs: a step of a program, with the same bits. So it
+does with ``root``.
 
 On CPUs with the C kernels, a piece of each value stays in the nearest cache from the first step to the last; in Triton,
 in registers. Elsewhere the reference, which defines the op, runs the steps one after another in torch.
@@ -49,6 +52,11 @@ def turn(x: Tensor, half: int) -> Tensor:
     does not divide ``pointwise_program.PIECE``.
     """
     return ROTATE_HALF(x, half)
+
+
+def root(x: Tensor) -> Tensor:
+    """Return the square roots of x f32, rounded correctly; contiguous. Raises TypeError for another dtype."""
+    return ROOT(x)
 
 
 def _compute(read: list[Tensor], write: list[Tensor], text: str) -> list[Tensor]:
@@ -113,9 +121,18 @@ def _check_turn(op: str, x: Tensor, half: int) -> None:
         raise ValueError(f"turn got x {tuple(x.shape)} and a half of {half}; wanted {wanted}")
 
 
+def _check_root(op: str, x: Tensor) -> None:
+    if x.dtype is not torch.float32:
+        raise TypeError(f"root got x {x.dtype} {tuple(x.shape)}; wanted float32")
+
+
 _FIX = "it is what a captured graph runs; differentiate the function, and capture its gradient"
 _SCHEMA = "pointwise(Tensor[] read, Tensor(a!)[] write, str program) -> Tensor[]"
 OP = register(_SCHEMA, _check, _empty, None, _FIX, real=_compute, out=False)
 DIRECT["fquant::pointwise"] = _compute
 _turn_vmap = lambda op, info, in_dims, x, half: (op(x.movedim(in_dims[0], 0), half), 0)
 ROTATE_HALF = register(turn, _check_turn, lambda x, half: x.new_empty(x.shape), _turn_vmap, _FIX)
+ROOT = register(
+    root, _check_root, lambda x: x.new_empty(x.shape), lambda op, info, in_dims, x: (op(x.movedim(in_dims[0], 0)), 0),
+    _FIX,
+)  # fmt: skip

@@ -23,7 +23,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 OWN = ("silu", "silu_derivative")  # operations with bits of their own; all others have torch's
 PIECE = 512  # elements of a value in registers at a time (TILE of csrc/work.h), a multiple of every 2|h|
 ARITY = {
-    "add": 2, "sub": 2, "mul": 2, "div": 2, "neg": 1, "reciprocal": 1, "to": 1, "where": 3, "turn": 2,
+    "add": 2, "sub": 2, "mul": 2, "div": 2, "neg": 1, "reciprocal": 1, "to": 1, "where": 3, "turn": 2, "root": 1,
     **dict.fromkeys(OWN, 1),
 }  # fmt: skip
 

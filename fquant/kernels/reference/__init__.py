@@ -14,7 +14,7 @@ from .causal_attention import attention, attention_backward
 from .codebook_search import beam_search, nearest, stage_sums
 from .codec import CHUNK, TINY, decode, encode, grid, matmul, matmul_t, midpoints, times_scale
 from .decoding import cached_attention, dense_matmul
-from .elementwise import pointwise, silu, silu_derivative, turn
+from .elementwise import pointwise, root, silu, silu_derivative, turn
 from .integers import integer_matmul, integer_mm, quantize_rows
 from .moments import adam_update, encode_moment, momentum_update
 from .random_bits import FOLDED, MASK, PARITY, bernoulli, bits, fold, threefry

@@ -23,6 +23,10 @@ def turn(x: Tensor, half: float) -> Tensor:
     return torch.cat([-second, first] if half > 0 else [second, -first], -1)
 
 
+def root(x: Tensor) -> Tensor:
+    return x.double().sqrt().float().contiguous()
+
+
 _OWN = {"silu": silu, "silu_derivative": silu_derivative}
 
 
@@ -37,6 +41,8 @@ def pointwise(read: Sequence[Tensor], write: Sequence[Tensor], text: str) -> lis
         given = [values[a] if isinstance(a, int) else number(a) for a in args]
         if op in _OWN:
             values.append(_OWN[op](given[0].to(dtype)))
+        elif op == "root":
+            values.append(root(given[0].float()).to(dtype))
         elif op == "to":
             values.append(given[0].to(dtype))
         else:

@@ -13,7 +13,7 @@ try:
     from .codes import INTERPRETED
     from .decoding import cached_attention
     from .dequantize import decode
-    from .elementwise import pointwise, silu, silu_derivative, turn
+    from .elementwise import pointwise, root, silu, silu_derivative, turn
     from .gemm import matmul, matmul_t
     from .grouped import grouped_matmul, grouped_mm, grouped_outer
     from .integers import integer_matmul, integer_mm

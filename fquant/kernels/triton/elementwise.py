@@ -31,9 +31,9 @@ from .codes import DTYPES, EXACT, narrow, on, tl, triton, widen
 WARPS, WIDEST = 4, 16  # of a program, and bytes of an access
 LONG = 2**31  # elements that 32-bit integers count
 OPS = tuple(ARITY)
-ADD, SUB, MUL, DIV, NEG, RECIPROCAL, TO, WHERE, TURN, SILU, SLOPE = (
+ADD, SUB, MUL, DIV, NEG, RECIPROCAL, TO, WHERE, TURN, ROOT, SILU, SLOPE = (
     tl.constexpr(OPS.index(op))
-    for op in ("add", "sub", "mul", "div", "neg", "reciprocal", "to", "where", "turn", *OWN)
+    for op in ("add", "sub", "mul", "div", "neg", "reciprocal", "to", "where", "turn", "root", *OWN)
 )  # fmt: skip
 
 
@@ -54,7 +54,7 @@ def _alone(op: str, x: Tensor, half: int | None = None) -> Tensor:
     return pointwise([x], [], f"{step}; new 1; over")[0]
 
 
-silu, silu_derivative, turn = (partial(_alone, op) for op in (*OWN, "turn"))
+silu, silu_derivative, turn, root = (partial(_alone, op) for op in (*OWN, "turn", "root"))
 
 
 class _Plan(NamedTuple):
@@ -194,6 +194,8 @@ def _step(values, BITS, OP: tl.constexpr, DTYPE: tl.constexpr, A: tl.constexpr, 
         value = a
     elif OP == WHERE:
         value = tl.where(a != 0, _argument(values, BITS, B), _argument(values, BITS, C))
+    elif OP == ROOT:
+        value = tl.sqrt_rn(a)
     elif OP == SILU:
         value = _silu(a)
     else:

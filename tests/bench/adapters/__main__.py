@@ -2,9 +2,11 @@
 
     python -m tests.bench.adapters                        # 32 adapters, 64 tokens each
     python -m tests.bench.adapters --batch 64 --seq 32 --dtype f32
+    python -m tests.bench.adapters --batch 64 --seq 32 --ranks 4 8 16 32 64    # slots of mixed rank (fquant.lora.slots)
 
 Adapters of all linears of a Llama are stacked, and ``vmap`` of the gradient takes a row of tokens for each.
-A product with a packed weight of the base has the rows of all. One adapter takes the same tokens. Runs one by one take
+A product with a packed weight of the base has the rows of all. With ``--ranks`` the adapters are slots, whose ranks are
+these in turn, and each has a learning rate of its own. One adapter takes the same tokens. Runs one by one take
 the row of each adapter in a step of its own. PEFT has the same adapters over the dense base, one after another
 (``set_adapter``), since it has no step of many. All are on the threads given, in one process, and take turns.
 
@@ -17,6 +19,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from typing import Any, Literal
 
 import torch
@@ -28,6 +31,7 @@ from torch.func import grad_and_value, vmap
 
 from examples.common.command_line import pattern
 from fquant import cost, jit, lora, optim, tree
+from fquant.lora import slots
 from fquant.optim import apply_updates
 from models import decoder
 from models.config import Config
@@ -36,7 +40,8 @@ from tests.bench.step_sides import TARGETS, Shape, weights
 
 DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32}
 ONE, MANY, ALONE, PEFT = "one adapter", "many adapters", "one by one", "PEFT, one by one"
-OPT = optim.adamw(1e-3)
+RATE = 1e-3
+OPT = optim.adamw(RATE)
 STEPS = 3  # after which bits are compared
 MOST = 1.10  # of the time of one adapter
 
@@ -55,11 +60,15 @@ class Options:
     """Threads of a step."""
     peft: bool = True
     """Time PEFT too."""
+    ranks: tuple[int, ...] = ()
+    """Ranks of slots, in turn; without them all adapters are of --rank, and stacked."""
 
     def check(self) -> None:
         """Raise ValueError for options that cannot be measured."""
         if self.repeats < 1:
             raise ValueError(f"--repeats is {self.repeats}; wanted at least 1")
+        if self.ranks and (min(self.ranks) < 1 or len(self.ranks) > self.shape.batch):
+            raise ValueError(f"--ranks is {self.ranks}; wanted at most {self.shape.batch}, the batch, of at least 1")
         timing.check_threads(self.threads)
 
 
@@ -113,16 +122,71 @@ def runs(shape: Shape, dtype: torch.dtype) -> tuple[Run, Run, list[Run]]:
     return one, many, alone
 
 
-def equal_bits(many: Run, alone: list[Run]) -> int:
+def optimizer(own: dict[str, Tensor]) -> optim.Optimizer[Any]:
+    """Return the optimiser of a slot, with the rate that is its own."""
+    return optim.adamw(own["lr"])
+
+
+def step_of_slots(bank: slots.Bank, base: Any, tokens: Tensor, cfg: Config, dtype: torch.dtype) -> Any:
+    """Take a step of slots, each on its rows of tokens i64[slots rows t + 1]."""
+
+    def losses(adapters: Any, key: Tensor, base: Any, tokens: Tensor) -> Tensor:
+        params = lora.attach(base, adapters)
+        return decoder.token_losses(params, tokens[..., :-1], tokens[..., 1:], cfg, dtype=dtype).mean((1, 2))
+
+    return slots.step(bank, losses, optimizer, base, tokens)
+
+
+class SlotsRun:
+    """A captured step of slots with its bank; the adapters of each are in their order."""
+
+    def __init__(self, each: list[Any], base: Any, tokens: Tensor, *rest: Any) -> None:
+        by_rank = [list(group) for _, group in groupby(each, lambda adapters: len(next(iter(adapters.values())).a))]
+        bank = slots.init([(group[0], len(group)) for group in by_rank], optimizer, {"lr": 0.0})
+        for adapters in each:
+            bank = slots.fill(bank, slots.free(bank, adapters), adapters, optimizer, {"lr": RATE})
+        self.bank, self.rest, self.step = bank, (base, tokens[:, None], *rest), jit(step_of_slots, donate=("bank",))
+
+    def __call__(self, *_: Any) -> None:
+        self.bank, _ = self.step(self.bank, *self.rest)
+
+    def peak(self) -> int:
+        """Return the predicted bytes at the peak."""
+        return cost(step_of_slots, self.bank, *self.rest, donate=("bank",)).peak
+
+
+def mixed_runs(shape: Shape, dtype: torch.dtype, ranks: tuple[int, ...]) -> tuple[Run, SlotsRun, list[Run]]:
+    """Return the runs of one adapter, of slots whose ranks are ``ranks`` in turn, and of each of these alone."""
+    cfg, tokens, base = shape.config(), shape.sample(), weights(shape)
+    make = lambda rank, key: lora.init(base, pattern(TARGETS), rank, rank, key)
+    each = [make(rank, i) for i, rank in enumerate(ranks_of(shape, ranks))]
+    one = Run(step_of_one, make(shape.rank, 0), base, tokens, cfg, dtype)
+    alone = [Run(step_of_one, adapters, base, tokens[i : i + 1], cfg, dtype) for i, adapters in enumerate(each)]
+    for other in alone[1:]:
+        other.step = alone[0].step  # one trace a rank
+    return one, SlotsRun(each, base, tokens, cfg, dtype), alone
+
+
+def ranks_of(shape: Shape, ranks: tuple[int, ...]) -> list[int]:
+    """Return the rank of each adapter."""
+    return sorted(ranks[i % len(ranks)] for i in range(shape.batch)) if ranks else [shape.rank] * shape.batch
+
+
+def each_of(many: Run | SlotsRun) -> list[Any]:
+    """Return the adapters of a run one by one."""
+    stacks = [many.adapters] if isinstance(many, Run) else [stack.adapters for stack in many.bank]
+    return [tree.map(lambda t, i=i: t[i], stack) for stack in stacks for i in range(len(tree.leaves(stack)[0]))]
+
+
+def equal_bits(many: Run | SlotsRun, alone: list[Run]) -> int:
     """Return how many of the stacked adapters have the bits of those alone."""
     same = 0
-    for i, run in enumerate(alone):
-        own = tree.map(lambda t, i=i: t[i], many.adapters)
+    for own, run in zip(each_of(many), alone, strict=True):
         same += all(map(torch.equal, tree.leaves(own), tree.leaves(run.adapters)))
     return same
 
 
-def peft_steps(shape: Shape, dtype: torch.dtype) -> Callable[..., None]:
+def peft_steps(shape: Shape, dtype: torch.dtype, ranks: list[int]) -> Callable[..., None]:
     """Return a function that takes a step of every adapter with PEFT over the dense model."""
     warnings.filterwarnings("ignore")
     with peers.quiet():
@@ -136,10 +200,10 @@ def peft_steps(shape: Shape, dtype: torch.dtype) -> Callable[..., None]:
     }  # fmt: skip
     model: Any = transformers.LlamaForCausalLM(transformers.LlamaConfig(**names)).to(dtype)
     modules = [f"{name}_proj" for name in TARGETS]
-    given = peft.LoraConfig(r=shape.rank, lora_alpha=shape.rank, lora_dropout=0.0, target_modules=modules)
-    model = peft.get_peft_model(model, given, adapter_name="0")
+    given = [peft.LoraConfig(r=r, lora_alpha=r, lora_dropout=0.0, target_modules=modules) for r in ranks]
+    model = peft.get_peft_model(model, given[0], adapter_name="0")
     for i in range(1, shape.batch):
-        model.add_adapter(str(i), given)
+        model.add_adapter(str(i), given[i])
     tokens, optimisers = shape.sample()[:, :-1], list[torch.optim.Optimizer]()
     for i in range(shape.batch):
         model.set_adapter(str(i))
@@ -165,14 +229,14 @@ def main(args: list[str] | None = None) -> int:
         return 2
     shape, dtype = options.shape, DTYPES[options.dtype]
     with timing.threads(options.threads):
-        one, many, alone = runs(shape, dtype)
+        one, many, alone = mixed_runs(shape, dtype, options.ranks) if options.ranks else runs(shape, dtype)
         for _ in range(STEPS):
             for run in (many, *alone):
                 run()
         same = equal_bits(many, alone)
         takes: dict[str, Callable[..., Any]] = {ONE: one, MANY: many, ALONE: lambda _: [run() for run in alone]}
         if options.peft:
-            takes[PEFT] = peft_steps(shape, dtype)
+            takes[PEFT] = peft_steps(shape, dtype, ranks_of(shape, options.ranks))
         times = timing.medians(takes, options.repeats)
     peaks = {ONE: one.peak(), MANY: many.peak(), ALONE: alone[0].peak()}
     out = Table(box=SIMPLE_HEAD, pad_edge=False)
@@ -182,7 +246,8 @@ def main(args: list[str] | None = None) -> int:
         peak = f"{peaks[name] / 2**20:,.0f}" if name in peaks else ""
         out.add_row(name, f"{took:,.0f}", f"{took / times[ONE]:.2f}", peak)
     console.print(out)
-    held = tree.nbytes((many.adapters, many.state)) - tree.nbytes((one.adapters, one.state))
+    state = (many.adapters, many.state) if isinstance(many, Run) else many.bank
+    held = tree.nbytes(state) - tree.nbytes((one.adapters, one.state))
     console.print(f"{same} of {shape.batch} adapters have the bits of their runs alone after {STEPS} steps")
     console.print(f"{held / 2**20:,.0f} MiB are adapters and moments beyond those of one")
     console.print(report.verdict(report.at_most("of the time of one adapter", times[MANY] / times[ONE], MOST)))

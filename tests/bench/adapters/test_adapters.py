@@ -1,5 +1,7 @@
 """The benchmark of many adapters: refusals, bits, and a small run from the command line."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -12,11 +14,15 @@ SMALL = Shape(layers=1, dim=64, hidden=128, vocab=256, heads=2, kv_heads=1, batc
 def test_bad_options(capsys):
     assert adapters.main(["--repeats", "0"]) == 2
     assert "--repeats is 0; wanted at least 1" in capsys.readouterr().err
+    assert adapters.main(["--batch", "2", "--ranks", "4", "8", "16"]) == 2
+    assert "--ranks is (4, 8, 16); wanted at most 2, the batch, of at least 1" in capsys.readouterr().err
 
 
-def test_each_has_the_bits_of_its_run_alone():
+@pytest.mark.parametrize("ranks", [(), (3, 2)], ids=["stacked", "slots"])
+def test_each_has_the_bits_of_its_run_alone(ranks):
     """Count those that have, and not one that was changed."""
-    one, many, alone = adapters.runs(SMALL, torch.float32)
+    many_runs = partial(adapters.mixed_runs, ranks=ranks) if ranks else adapters.runs
+    one, many, alone = many_runs(SMALL, torch.float32)
     for _ in range(2):
         for run in (one, many, *alone):
             run()
@@ -27,9 +33,10 @@ def test_each_has_the_bits_of_its_run_alone():
 
 
 @pytest.mark.slow
-def test_a_small_run(capsys):
+@pytest.mark.parametrize("ranks", [[], ["--ranks", "2", "3"]], ids=["stacked", "slots"])
+def test_a_small_run(capsys, ranks):
     sizes = "--layers 1 --dim 64 --hidden 128 --vocab 256 --heads 2 --kv-heads 1 --batch 3 --seq 16 --rank 2".split()
-    assert adapters.main([*sizes, "--dtype", "f32", "--repeats", "1"]) == 0
+    assert adapters.main([*sizes, *ranks, "--dtype", "f32", "--repeats", "1"]) == 0
     shown = capsys.readouterr().out
     assert "3 of 3 adapters have the bits of their runs alone" in shown
     assert all(name in shown for name in (adapters.ONE, adapters.MANY, adapters.ALONE, adapters.PEFT))

@@ -34,7 +34,7 @@ def arguments(name, dtype):
         "silu": (x,), "silu_derivative": (x,),
         "attention": (q, k, v, None, None, None, None, False, randn(2, 4, seed=3).to(lse.dtype)),
         "attention_backward": (q.flip(0), y, lse, q, k, v, None),
-        "turn": (x, 32),
+        "turn": (x, 32), "root": (x.abs().float(),),
         "grouped_matmul": (x, *stack), "grouped_matmul_t": (g, *stack),
         "grouped_mm": (x, counts, randn(3, 48, 64).to(dtype), False), "grouped_outer": (g, x, counts),
         "cached_attention": (q[:, :, 0], *(t.transpose(1, 2) for t in (k, v)), torch.tensor([3, 9]), None, 2.0),

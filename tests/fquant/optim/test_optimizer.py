@@ -120,6 +120,23 @@ SCHEDULERS = {
 }
 
 
+SCHEDULES_OF_NUMBERS = {
+    "constant": lambda lr, total, warmup, end: optim.constant(lr, warmup),
+    "linear": optim.linear,
+    "cosine": optim.cosine,
+}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES_OF_NUMBERS.values(), ids=SCHEDULES_OF_NUMBERS)
+def test_schedules_of_tensors_have_the_bits_of_numbers(schedule):
+    """Map over learning rates, lengths and steps; a loop has Python's numbers."""
+    lr, total, warmup = torch.tensor([1e-3, 0.3, 7e-5]), torch.tensor([9, 4, 12]), torch.tensor([2, 0, 5])
+    end, steps = torch.zeros(3), torch.tensor([3, 11, 4])
+    got = vmap(lambda *numbers: schedule(*numbers[:4])(numbers[4]))(lr, total, warmup, end, steps)
+    each = zip(lr.tolist(), total.tolist(), warmup.tolist(), end.tolist(), steps, strict=True)
+    assert torch.equal(got, torch.stack([schedule(*numbers[:4])(numbers[4]) for numbers in each]))
+
+
 @pytest.mark.parametrize(("schedule", "peer"), SCHEDULERS.values(), ids=SCHEDULERS)
 def test_schedules_equal_torch(schedule, peer):
     opt = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.5)

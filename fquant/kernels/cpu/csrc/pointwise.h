@@ -94,6 +94,7 @@ UNIT(pointwise) {
         case DECAY: BY_LANES(NAME(decay)(x)) break;
         case SILU: BY_LANES(NAME(silu)(x, e)) ROUNDED(to[i])
         case SILU_DERIVATIVE: BY_LANES(NAME(silu_derivative)(x, e)) ROUNDED(to[i])
+        case ROOT: BY_LANES(NAME(root)(x)) ROUNDED(to[i])
         case WHERE: ROUNDED(a[i] != 0.0f ? b[i] : c[i])
         }
     }

@@ -124,7 +124,9 @@ typedef struct {
 typedef struct { const void *x, *w; void *y; int64_t m, rows, width; int dtype; } Dense; /* y [m rows] = x · wᵀ */
 
 /* An elementwise program. library.py numbers the operations like this. */
-enum { READ, WRITE, CONSTANT, ADD, SUB, MUL, DIV, NEG, RECIPROCAL, TO, WHERE, TURN, DECAY, SILU, SILU_DERIVATIVE, OPS };
+enum {
+    READ, WRITE, CONSTANT, ADD, SUB, MUL, DIV, NEG, RECIPROCAL, TO, WHERE, TURN, DECAY, SILU, SILU_DERIVATIVE, ROOT, OPS
+};
 enum { TILE = 512, MAX_DIMS = 6 }; /* PIECE of pointwise_program.py, and DIMS of library.py */
 enum { ALONE = 8192 };             /* elements of a thread, below which another is not worth waking */
 typedef struct { int32_t op, dtype, to, a, b, c; float value; } Step; /* a, b, c: registers; or places in `at` */

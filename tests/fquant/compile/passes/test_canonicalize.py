@@ -120,6 +120,18 @@ OTHERS = {  # concatenations that are no rotation
 }
 
 
+def test_roots_in_float64_are_found():
+    """A root between casts from and to float32 joins its chain; any other stays, and values stay what they were."""
+    x, call = values(4000, torch.float32).abs(), lambda f: trace(lambda a: f(*a), (x,)).module.graph.nodes
+    texts = lambda f: [str(n.args[2]) for n in call(f) if n.target is POINTWISE]
+    found = lambda x: 1 / ((x * 2).double().sqrt().float() + 1)
+    assert [text.count("root.float32") for text in texts(found)] == [1]
+    others = (lambda x: x.sqrt() + 1, lambda x: x.double().sqrt() + 1, lambda x: x.double().sqrt().bfloat16() * 2)
+    for f in (found, *others, lambda x: (x.double() + 1).sqrt().float() * 2, lambda x: x.double().exp().float() * 2):
+        assert same(f, x)
+        assert f is found or not any("root" in text for text in texts(f))
+
+
 @pytest.mark.parametrize("name", OTHERS)
 def test_what_is_something_else_is_left(name):
     x, f = torch.randn(4, 6, 8, generator=rng(0)), OTHERS[name]

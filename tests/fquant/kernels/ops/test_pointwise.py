@@ -13,7 +13,7 @@ from fquant.device import HOST
 from fquant.kernels import reference
 from fquant.kernels.cpu import elementwise
 from fquant.kernels.ops import silu
-from fquant.kernels.ops.pointwise import pointwise, turn
+from fquant.kernels.ops.pointwise import pointwise, root, turn
 from fquant.kernels.ops.pointwise_program import ARITY, OWN, Program, Step, parse
 from tests.helpers.devices.placing import on
 from tests.helpers.formats import CARD, ISAS, alike, forced
@@ -28,6 +28,8 @@ F32, BF16, F16 = FLOATS
 
 def of_torch(op, dtype, args):
     """Return the step as an operation of torch."""
+    if op == "root":
+        return args[0].double().sqrt().float().to(dtype)
     return args[0].to(dtype) if op == "to" else getattr(torch, op)(*args)
 
 
@@ -68,6 +70,15 @@ def test_where_chooses_by_a_mask(dtype, backend, device):
         both = Program((Step("where", dtype, (0, 1, 2)), Step("where", dtype, (0, 1, 0.5))), (3, 4), ())
         got = on(HOST, pointwise(on(device, [mask, x, y]), [], both))
     assert all(map(alike, got, (torch.where(mask, x, y), torch.where(mask, x, torch.tensor(0.5, dtype=dtype)))))
+
+
+@pytest.mark.parametrize("backend", ANY)
+def test_roots_are_rounded_correctly(backend, device):
+    x = values(20000, F32)
+    with forced(backend):
+        assert alike(on(HOST, root(x.to(device))), x.double().sqrt().float())
+    with pytest.raises(TypeError, match=r"root got x torch.float64 \(2,\); wanted float32"):
+        root(torch.ones(2, dtype=torch.float64))
 
 
 @settings(deadline=None)
