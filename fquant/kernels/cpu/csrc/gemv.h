@@ -136,7 +136,7 @@ UNIT(gemv) {
 }
 
 /* Copy n elements of x: in float32 (form 0), as they are (1), or each 128 as four times each fourth element (2). */
-static void NAME(load)(const void *x, int dtype, int64_t n, int form, void *out) {
+static __attribute__((unused)) void NAME(load)(const void *x, int dtype, int64_t n, int form, void *out) {
     const uint16_t *from = x;
     uint16_t *to = out;
     if (form == 0) NAME(floats)(x, dtype, 0, n, out);

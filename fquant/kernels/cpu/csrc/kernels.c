@@ -41,7 +41,7 @@ enum { MAX_SCALES = PIECE / 16 }; /* of a piece */
 #include "work.h"
 
 /* A unit of work. */
-#define UNIT(name) static void NAME(name)(void *work, int64_t unit, __attribute__((unused)) void *scratch)
+#define UNIT(name) static __attribute__((unused)) void NAME(name)(void *work, int64_t unit, __attribute__((unused)) void *scratch)
 
 /* Call f with a constant dtype as its last argument. */
 #define BY_DTYPE(dtype, f, ...)                           \
@@ -89,13 +89,14 @@ INLINE int64_t pieces_of(int64_t width) { return (width + PIECE - 1) / PIECE; }
 INLINE int64_t slabs_of(int64_t words) { return (words + SLAB - 1) / SLAB; }
 INLINE int64_t padded_to(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
-/* The instruction sets; `isa` below is an index into `available`. */
-#define KERNELS_OF(ISA, BF16) {encode_##ISA, decode_##ISA, gemv_##ISA, pack_##ISA, matmul_##ISA, pack_t_##ISA, \
-                               matmul_t_##ISA, fold_##ISA, draw_##ISA, loss_##ISA, norm_##ISA, pointwise_##ISA, \
-                               attention_##ISA, cached_##ISA, dense_matmul_##ISA, update_##ISA, \
-                               quantize_row_##ISA, integer_rows_##ISA, few_integers_##ISA, nearest_##ISA, beam_search_##ISA, stage_sums_##ISA, load_##ISA, attention_room_##ISA, \
-                               COLUMNS_##ISA, LANES_##ISA, \
-                               PANEL_##ISA, LEAST_ROWS_##ISA, MOST_ROWS_##ISA, TILES_##ISA, BF16, BYTES_##ISA}
+/* The instruction sets; `isa` below is an index into `available`. What has no tiles is that of BASE, and not compiled
+   again. */
+#define KERNELS_OF(ISA, BASE, BF16)                                                                                  \
+    {encode_##BASE, decode_##BASE, gemv_##BASE, pack_##BASE, matmul_##ISA, pack_t_##BASE, matmul_t_##ISA, fold_##BASE, \
+     draw_##BASE, loss_##BASE, norm_##BASE, pointwise_##BASE, attention_##ISA, cached_##BASE, dense_matmul_##BASE,     \
+     update_##BASE, quantize_row_##BASE, integer_rows_##ISA, few_integers_##BASE, nearest_##BASE, beam_search_##BASE,  \
+     stage_sums_##BASE, load_##BASE, attention_room_##ISA, COLUMNS_##BASE, LANES_##BASE, PANEL_##BASE,                 \
+     LEAST_ROWS_##ISA, MOST_ROWS_##ISA, TILES_##ISA, BF16, BYTES_##BASE}
 #define PASTE(a, b) a##_##b
 #define EXPANDED(a, b) PASTE(a, b)
 #define NAME(x) EXPANDED(x, ISA)
@@ -168,14 +169,14 @@ TARGET_END
 #endif
 
 static const struct { const char *name; Kernels kernels; } available[] = {
-    {"portable", KERNELS_OF(portable, 0)},
+    {"portable", KERNELS_OF(portable, portable, 0)},
 #if defined(__x86_64__)
-    {"avx2", KERNELS_OF(avx2, 0)},
-    {"avx512", KERNELS_OF(avx512, 0)},
-    {"avx512_bf16", KERNELS_OF(avx512_bf16, 1)},
-    {"amx", KERNELS_OF(amx, 1)},
+    {"avx2", KERNELS_OF(avx2, avx2, 0)},
+    {"avx512", KERNELS_OF(avx512, avx512, 0)},
+    {"avx512_bf16", KERNELS_OF(avx512_bf16, avx512_bf16, 1)},
+    {"amx", KERNELS_OF(amx, avx512_bf16, 1)},
 #elif defined(__aarch64__)
-    {"neon", KERNELS_OF(neon, 0)},
+    {"neon", KERNELS_OF(neon, neon, 0)},
 #endif
 };
 
