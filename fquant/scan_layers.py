@@ -37,9 +37,9 @@ def scan(block: Callable[..., Any], carry: Any, layers: Any, *shared: Any) -> tu
     tensor that a block uses several times are added within the layer first.
 
     Raises ValueError, with the path, for tensors of unequal numbers of layers, and for a carry that changes in
-    structure, shape or dtype. Raises TypeError for a leaf of stacked layers that is no tensor, and for a block that
-    does not return a pair or closes over a tensor. A capture with gradients raises it for other tensors that the block
-    is not given.
+    structure, shape or dtype. Raises TypeError for a leaf of stacked layers that is no tensor. Raises TypeError for a
+    block that does not return a pair or closes over a tensor. A capture with gradients raises it for other tensors that
+    the block reads and is not given.
     """
     check_closure("scan", block)
     each, call, outs = layers if isinstance(layers, list) else unstack_layers(layers), repeated(block), list[Any]()

@@ -208,7 +208,7 @@ def replace_uses(old: Node, new: Node, users: Iterable[Node] | None = None) -> N
     rebase_views(users, memory)
 
 
-def rebase_views(users: Iterable[Node], memory: set[int]) -> None:
+def rebase_views(users: Iterable[Node], memory: Set[int]) -> None:
     """Compute the fake values of those of ``users`` again that were views of ``memory``, and of their views."""
     changed = deque(users)
     while changed:
