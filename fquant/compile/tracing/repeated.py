@@ -17,6 +17,7 @@ Forward mode, and two transforms for gradients around each other, trace every ca
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,11 +28,13 @@ from torch import Tensor
 from torch._C._functorch import TransformType, get_interpreter_stack
 from torch._functorch.vmap import restore_vmap
 from torch.fx import Node
+from torch.fx import traceback as fx_traceback
 
 from ... import tree
 from ...autodiff import is_dual, layers, pull_back, push_forward, replace_at, unwrap_dead
 from ...device import HOST
 from ..closure import freeze
+from ..errors import Lines
 from ..graph import describe, tensors
 from .template import Template, differing, layout_of, record_template, repeat, unwrap
 from .tracer import Recorder, recorder
@@ -46,6 +49,8 @@ def repeated(f: Callable[..., Any]) -> Callable[..., Any]:
     traces = list[_Trace]()
 
     def call(*args: Any) -> Any:
+        if recorder() is None and not torch.is_grad_enabled():
+            return f(*args)
         flat, structure = tree.flatten(args)
         places = [i for i, leaf in enumerate(flat) if isinstance(leaf, Tensor)]
         given, static = [flat[i] for i in places], replace_at(flat, places, [None] * len(places))
@@ -152,7 +157,8 @@ class _Call:
             self.root.result.tracked = [*map(_is_tracked, results)]
             return results if at is None else tuple(results[i] for i in at)
 
-        with torch.set_grad_enabled(self.enabled), torch.autocast(*self.autocast):
+        lines = Lines() if fx_traceback.has_preserved_node_meta() else nullcontext()  # which a Function has left
+        with torch.set_grad_enabled(self.enabled), torch.autocast(*self.autocast), lines:
             if not self.tracked:
                 return of_tracked(), None
             return torch.func.vjp(of_tracked, *[given[i] for i in self.tracked])[:2]
