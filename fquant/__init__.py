@@ -40,6 +40,7 @@ from .grouped_products import grouped_linear
 from .packed import Packed, dequantize, quantize
 from .packed_linear import embedding, linear
 from .profiling import profile
+from .scan_layers import scan, stack_layers, unstack_layers
 
 __all__ = [
     "AF4", "AQ_2X8", "AQ_3X8", "FP4", "FP8", "FP8_E4M3", "FP8_E5M2", "FP8_TENSOR", "INT2", "INT2_ZERO", "INT3",
@@ -47,5 +48,5 @@ __all__ = [
     "MXFP4", "MXFP8", "NF4", "NF4_DQ", "NF4_INT8", "NVFP4", "TERNARY", "Comm", "DynamicSize", "Format", "Outliers",
     "Packed", "Padded", "bind", "calibration", "cost", "dequantize", "embedding", "fake_quantize", "func",
     "grouped_linear", "jit", "linear", "lora", "optim", "profile", "quantize", "quantized_training", "random",
-    "remat", "tree", "vq",
+    "remat", "scan", "stack_layers", "tree", "unstack_layers", "vq",
 ]  # fmt: skip

@@ -30,7 +30,7 @@ def remat(f: Callable[..., Any], order: int = 1) -> Callable[..., Any]:
     closes over a tensor or returns anything but float tensors, RuntimeError if order 1 is differentiated twice.
     """
     expect(order in (1, 2), f"remat: order is {order}; wanted 1 (first derivatives only) or 2 (any)")
-    _check_closure(f)
+    check_closure("remat", f)
 
     @wraps(f)
     def call(*args: Any) -> Any:
@@ -110,12 +110,13 @@ def _name(f: Any) -> str:
     return _name(f.func) if isinstance(f, partial) else getattr(f, "__name__", repr(f))
 
 
-def _check_closure(f: Any) -> None:
+def check_closure(verb: str, f: Any) -> None:
+    """Raise TypeError if ``f``, which is given to ``verb``, closes over a tensor."""
     bound = dict(inspect.getclosurevars(f).nonlocals) if inspect.isfunction(f) else {}
     if isinstance(f, partial):
         bound = {f"argument {i}": x for i, x in enumerate(f.args)} | f.keywords
-        _check_closure(f.func)
+        check_closure(verb, f.func)
     for name, x in bound.items():
         if any(isinstance(leaf, Tensor) for leaf in tree.leaves(x)):
             fault = f"closes over the tensor {name!r}, whose gradient would silently be zero"
-            raise TypeError(f"remat({_name(f)}) {fault}; pass it as an argument")
+            raise TypeError(f"{verb}({_name(f)}) {fault}; pass it as an argument")

@@ -22,6 +22,7 @@ from fquant import random, tree
 from fquant.communication import LOCAL, Comm, Loadable
 from fquant.kernels.reference.causal_attention import capped
 from fquant.packed_linear import embedding, linear, scaled_outputs
+from fquant.scan_layers import scan
 
 from . import blocks, experts, fused_cross_entropy
 from .attention import attention
@@ -189,35 +190,26 @@ def layers(
     """
     angles = rope(positions, cfg)  # cosine and sine [t e] or [... t e]
     windowed_angles = rope(positions, cfg, windowed=True) if cfg.window_rope_theta else angles
-    block, kept = comm.wrap(_block), []
     x = embedding(tokens, comm.rows(params.embed, tokens)).to(dtype=dtype)  # [... t d]
     if cfg.scaled_embedding:
         x = x * torch.tensor(cfg.dim**0.5, dtype=x.dtype, device=x.device)
     if inputs_embeds is not None:
         x = torch.cat([inputs_embeds.to(x.dtype).expand(*x.shape[:-2], -1, -1), x], -2)
     angles, windowed_angles = ([t.to(x.dtype) for t in each] for each in (angles, windowed_angles))  # once for all
-    for i, layer in enumerate(params.layers):
-        window = cfg.window_of(i)
-        x, more = block(x, layer, *(windowed_angles if window else angles), held[i], window, attend, cfg, comm)
-        kept.append(more)
-    return x, kept
+    windows = map(cfg.window_of, range(cfg.num_layers))
+    each = [
+        (layer, *(windowed_angles if window else angles), held[i], window)
+        for i, (layer, window) in enumerate(zip(params.layers, windows, strict=True))
+    ]
+    return scan(comm.wrap(_block), x, each, attend, cfg, comm)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, runs: Any, window: Any, sinks: Any, cfg: Config) -> tuple[Tensor, Any]:
     return attention(q, k, v, runs, window, cfg.attention_scale, cfg.attention_cap, sinks=sinks), ()  # keeps nothing
 
 
-def _block(
-    x: Tensor,
-    layer: Any,
-    cos: Tensor,
-    sin: Tensor,
-    held: Any,
-    window: int | None,
-    attend: Attend,
-    cfg: Config,
-    comm: Comm,
-) -> tuple[Tensor, Any]:
+def _block(x: Tensor, own: tuple[Any, ...], attend: Attend, cfg: Config, comm: Comm) -> tuple[Tensor, Any]:
+    layer, cos, sin, held, window = own
     layer = comm.load(layer)
     q, k, v = _heads(comm.enter(_norm(x, layer.attn_norm, cfg)), layer, cfg)
     if cfg.qk_norm:

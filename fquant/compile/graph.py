@@ -10,7 +10,7 @@ and the host, is two nodes too.
 
 import operator
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from functools import cache
 from typing import Any
 
@@ -22,6 +22,7 @@ from torch.fx.node import map_arg
 
 Pass = Callable[[Graph], None]  # changes a graph in place and keeps its inputs and the values of its results
 
+_SIZES = "sizes"  # of a node's meta: its value, and the bytes of each storage of that
 PLACE = ("stack_trace", "backward")  # of a node's meta: where the user's code calls it, and whether in a backward
 _FUNCTIONAL = "_c10d_functional."
 _WAIT = _FUNCTIONAL + "wait_tensor.default"  # by name, because a build of torch may lack the op
@@ -62,12 +63,14 @@ def run(graph: Graph, passes: Sequence[Pass]) -> None:
 
 
 def _name(target: object) -> str:
-    return _op_name(target) if isinstance(target, torch._ops.OpOverload) else str(target)
+    if not isinstance(target, torch._ops.OpOverload):
+        return str(target)
+    if (known := _NAMES.get(id(target))) is None:  # by id, because the hash of an op is computed in Python
+        known = _NAMES[id(target)] = (target, str(target))
+    return known[1]
 
 
-@cache
-def _op_name(op: torch._ops.OpOverload) -> str:
-    return str(op)
+_NAMES: dict[int, tuple[torch._ops.OpOverload, str]] = {}
 
 
 def tensors(node: Node) -> list[Tensor]:
@@ -83,19 +86,23 @@ def shape(node: Node) -> torch.Size:
     return tensors(node)[0].shape
 
 
-def storages(node: Node) -> set[int]:
+def storages(node: Node) -> Set[int]:
     """Return the identities of the storages of a node's results."""
-    return {t.untyped_storage()._cdata for t in tensors(node)}
+    return sizes(node).keys()
 
 
 def all_storages(nodes: Iterable[Node]) -> set[int]:
     """Return the identities of the storages of all ``nodes``."""
-    return {t.untyped_storage()._cdata for node in nodes for t in tensors(node)}
+    return set[int]().union(*map(sizes, nodes))
 
 
-def sizes(node: Node) -> dict[int, int]:
+def sizes(node: Node) -> Mapping[int, int]:
     """Return the bytes of each storage of a node's results."""
-    return {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors(node)}
+    value, known = node.meta.get("val"), node.meta.get(_SIZES)
+    if known is None or known[0] is not value:  # passes replace the value, and ask for it many times
+        found = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors(node)}
+        known = node.meta[_SIZES] = (value, found)
+    return known[1]
 
 
 def storages_on_device(graph: Graph) -> set[int]:
@@ -201,7 +208,7 @@ def replace_uses(old: Node, new: Node, users: Iterable[Node] | None = None) -> N
     rebase_views(users, memory)
 
 
-def rebase_views(users: Iterable[Node], memory: set[int]) -> None:
+def rebase_views(users: Iterable[Node], memory: Set[int]) -> None:
     """Compute the fake values of those of ``users`` again that were views of ``memory``, and of their views."""
     changed = deque(users)
     while changed:

@@ -6,7 +6,7 @@ with the attached stack, or ``vmap`` of ``linear``, if nothing is shared.
 """
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -90,7 +90,7 @@ def attach(base: Any, adapters: Any, key: Tensor | None = None, merge_aware: boo
 class _Attach:
     """``attach`` below ``prefix``, a path and a dot; a value, because it is a static field of an AfterLoad."""
 
-    prefix: str = ""
+    prefix: str = field(default="", compare=False)  # for errors; layers that differ in it alone are traced once
     merge_aware: bool = False
 
     def __call__(self, x: Any, waiting: tuple[Adapters, dict[str, Tensor]]) -> Any:

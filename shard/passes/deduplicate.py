@@ -40,7 +40,7 @@ class DeduplicateGathers:
         result = [x.wait for x in found]
         for _, i, k in sorted(pairs):
             first, second = found[i], found[k]
-            memory = graph.storages(first.wait) | graph.storages(second.wait)
+            memory = graph.all_storages((first.wait, second.wait))
             if self.budget is not None and max(held[i:k]) + first.nbytes > self.budget:
                 continue
             changed = written(first.reads, at[first.issue], at[second.wait]) or written(memory, 0, len(at))

@@ -201,7 +201,7 @@ def test_enter_and_exit_frame_parallel_pairs():
     names = decoder.dims(cfg)["layers.0"]
     cos, sin = rope(blocks.positions(TOKENS), cfg)
     x = torch.randn(3, 7, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    whole, _ = decoder._block(x, layer, cos, sin, None, None, decoder._attend, cfg, LOCAL)
+    whole, _ = decoder._block(x, (layer, cos, sin, None, None), decoder._attend, cfg, LOCAL)
 
     def cut(rank):
         def one(name, weight):
@@ -225,11 +225,11 @@ def test_enter_and_exit_frame_parallel_pairs():
                     parts.append(y)
                 return sums[i] if i < len(sums) else y
 
-            decoder._block(x, cut(rank), cos, sin, None, None, decoder._attend, cfg, Comm(exit=exit_))
+            decoder._block(x, (cut(rank), cos, sin, None, None), decoder._attend, cfg, Comm(exit=exit_))
         sums.append(parts[0] + parts[1])
     final = iter(sums)
     torch.testing.assert_close(
-        decoder._block(x, cut(0), cos, sin, None, None, decoder._attend, cfg, Comm(exit=lambda y: next(final)))[0],
+        decoder._block(x, (cut(0), cos, sin, None, None), decoder._attend, cfg, Comm(exit=lambda y: next(final)))[0],
         whole,
     )
 

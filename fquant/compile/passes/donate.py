@@ -61,6 +61,7 @@ def donate(graph: Graph, donated: Mapping[str, Node]) -> list[Node]:
     placeholders = graph.find_nodes(op="placeholder")
     inputs, kept = all_storages(placeholders), all_storages(returned)
     free: dict[object, deque[Node]] = {}
+    in_place_of = {issue.args[0]: node for node in returned if (issue := stored(node)) is not None}
     taken = list[Node]()
     for node in dict.fromkeys(returned):
         if not storages(node) & inputs:
@@ -74,7 +75,7 @@ def donate(graph: Graph, donated: Mapping[str, Node]) -> list[Node]:
                 f"donate: {path} is {describe(t)}, and no result of this kind is left to take its place; "
                 "do not donate it"
             )
-        result = _own(fitting, placeholder)
+        result = _own(fitting, in_place_of.get(placeholder))
         if (issue := stored(result)) is not None:
             _store_over(placeholder, path, issue, result, place)
             taken.append(placeholder)
@@ -105,11 +106,12 @@ def _replaces_elements(result: Node, placeholder: Node, place: Mapping[Node, int
     return not aliased and all(last[storage] == place[result] for storage in storages(placeholder))
 
 
-def _own(fitting: deque[Node], placeholder: Node) -> Node:
-    """Take the result that is stored in the place of ``placeholder``, else the first."""
-    found = next((x for x in fitting if (issue := stored(x)) is not None and issue.args[0] is placeholder), fitting[0])
-    fitting.remove(found)
-    return found
+def _own(fitting: deque[Node], own: Node | None) -> Node:
+    """Take the result ``own``, which is stored in the place of the placeholder, if it fits; else the first."""
+    if own is None or own not in fitting:
+        return fitting.popleft()
+    fitting.remove(own)
+    return own
 
 
 def _store_over(placeholder: Node, path: str, issue: Node, result: Node, place: Mapping[Node, int]) -> None:

@@ -11,6 +11,7 @@ may be asked for, also after ops on such numbers.
 
 import operator
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -39,6 +40,11 @@ _recorders: list["Recorder"] = []
 def is_traced() -> bool:
     """Return True inside a capture, by this module or by torch's tracer."""
     return bool(_recorders) or get_proxy_mode() is not None
+
+
+def recorder() -> "Recorder | None":
+    """Return what records the present capture; None outside of one, and inside torch's tracer."""
+    return _recorders[-1] if _recorders and get_proxy_mode() is None else None
 
 
 def record(f: Callable[..., Sequence[Tensor]], fakes: Sequence[Tensor], mode: FakeTensorMode) -> GraphModule:
@@ -70,6 +76,7 @@ class Recorder(TorchDispatchMode):
     def __init__(self, graph: Graph, root: torch.nn.Module, mode: FakeTensorMode) -> None:
         super().__init__()
         self.graph, self.root, self.mode = graph, root, mode
+        self._graphs = [graph]  # the whole graph, and those within it that are recorded aside
         # Held weakly, because torch copies a tensor that it would give to a caller if there is another owner.
         self._nodes: MutableMapping[Tensor, Node] = WeakTensorKeyDictionary()
         self._values: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()  # of numbers that are known
@@ -83,12 +90,32 @@ class Recorder(TorchDispatchMode):
     def node_of(self, t: Tensor) -> Node:
         """Return the node of a tensor; one that no op of the trace made is a constant."""
         if (found := self._nodes.get(t)) is not None:
+            if found.graph not in self._graphs:
+                fault = "a tensor that a repeated function made in an earlier call is used"
+                raise RuntimeError(f"jit: {fault} ({found.name}); return it, and pass it to the next call")
             return found
         target = f"{_CONSTANT}{sum(name.startswith(_CONSTANT) for name in self.root.__dict__)}"
         setattr(self.root, target, t)
-        node = self._nodes[t] = self.graph.get_attr(target)
+        node = self._nodes[t] = self._graphs[0].get_attr(target)
         node.meta["val"] = t if isinstance(t, FakeTensor) else self.mode.from_tensor(t)
         return node
+
+    def stand_for(self, node: Node) -> Tensor:
+        """Return a new tensor for which ``node`` stands."""
+        t = _alias(node.meta["val"])
+        self.name(t, node)
+        return t
+
+    @contextmanager
+    def aside(self) -> Iterator[Graph]:
+        """Record in a graph of its own, which is yielded; constants stay those of the whole graph."""
+        self.graph = Graph()
+        self._graphs.append(self.graph)
+        try:
+            yield self.graph
+        finally:
+            self._graphs.pop()
+            self.graph = self._graphs[-1]
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call an op, and make its node."""
