@@ -57,9 +57,7 @@ def repeated(f: Callable[..., Any]) -> Callable[..., Any]:
         tracked = [i for i, t in enumerate(given) if _is_tracked(t)] if torch.is_grad_enabled() else []
         found, level = recorder(), _level(given)
         if found is None or level is None:
-            for i in reversed(
-                tracked
-            ):  # autograd then adds gradients in the order of arguments, as those of a Function
+            for i in reversed(tracked):  # so that autograd adds gradients in the order of arguments, as a Function does
                 given[i] = given[i].view_as(given[i])
             return f(*tree.unflatten(structure, replace_at(static, places, given)))
 
