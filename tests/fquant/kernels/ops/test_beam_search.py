@@ -124,6 +124,7 @@ def test_on_fake_tensors():
 
 
 X, NEAR, V = given(6, 8, 2, True)
+assert NEAR is not None
 C, M = torch.zeros(6, 2, dtype=torch.uint8), torch.ones(6, 1)
 BAD = {
     "x in f64": (lambda: beam_search(X.double(), None, V, 4), TypeError, "got x torch.float64; wanted torch.float32"),
