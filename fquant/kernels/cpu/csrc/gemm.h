@@ -73,10 +73,11 @@ INLINE void NAME(by_rows)(const Gemm *p, int64_t unit, uint32_t *scratch, int ha
             scratch[r * APART + words - 1] = 0; /* of which n may fill one half */
             NAME(factors)(&p->w, row + r, slab * each, n, p->dtype, half, scratch + r * APART);
         }
-        for (int64_t k = 0; k < words; k += STEPS)
+        const int64_t at_once = NAME(TILES) && half ? SLAB : STEPS;
+        for (int64_t k = 0; k < words; k += at_once)
             for (int64_t j = 0; j < panels; j++) {
                 int vecs = NAME(vecs)(p->m, j), width = vecs * LANES, most = SUMS / vecs;
-                int64_t steps = MIN(STEPS, words - k);
+                int64_t steps = MIN(at_once, words - k);
                 const uint32_t *x = (const uint32_t *)p->copy + j * PANEL * p->words + (slab + k) * width;
                 float *block = sums + j * PANEL * tall;
                 if (NAME(TILES) && half) NAME(add_half_tiles)(scratch + k, APART, rows, x, vecs, steps, 0, block);

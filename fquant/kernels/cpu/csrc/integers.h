@@ -242,7 +242,7 @@ INLINE void NAME(by_integers)(const Integers *p, int64_t unit, uint32_t *scratch
         }
         for (int64_t k = 0; k < words;) {
             int64_t block = (slab + k) / each, end = MIN((block + 1) * each, p->words) - slab;
-            int64_t steps = MIN(MIN(STEPS, words - k), end - k);
+            int64_t steps = MIN(MIN(NAME(TILES) && bytes ? SLAB : STEPS, words - k), end - k);
             int begins = (slab + k) % each == 0, ends = k + steps == end;
             for (int64_t j = 0; j < panels; j++) {
                 int vecs = NAME(vecs)(p->m, j), width = vecs * LANES, most = SUMS / vecs;
