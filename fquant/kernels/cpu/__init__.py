@@ -9,11 +9,11 @@ over these tiles are kept in float32 at least.
 
 from .causal_attention import attention, attention_backward
 from .codebook_search import beam_search, nearest, stage_sums
-from .codec import MOST_DIM, decode, encode, matmul, matmul_t
+from .codec import decode, encode, matmul, matmul_t
 from .decoding import cached_attention, dense_matmul
 from .elementwise import pointwise, root, silu, silu_derivative, turn
 from .integers import integer_matmul, integer_mm
-from .library import isas, load
+from .library import MOST_DIM, isas, load
 from .moments import adam_update, momentum_update
 from .random_bits import bernoulli, bits, fold
 from .rows import nll, nll_backward, rms_norm, rms_norm_backward

@@ -21,7 +21,6 @@ from .library import DTYPES, Encoding, Packed, call, empty, result
 
 TILE = 2 << 20  # bytes of a decoded tile
 ALIGNED = 32  # columns: a decoded part starts at a multiple of this
-MOST_DIM = 64  # elements of a learned vector that C adds
 
 
 def encode(rows: Tensor, format: Format) -> tuple[Tensor, Tensor]:

@@ -20,6 +20,7 @@ from .threads import num_threads, openmp
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 LARGE = 4 << 20  # bytes of a result that wants pages of 2 MiB
+MOST_DIM = 64  # elements of a learned vector that C adds
 DIMS = 6  # of a tensor that an elementwise program reads, after dims with a common stride are merged
 OPS = (
     "read", "write", "constant", "add", "sub", "mul", "div", "neg", "reciprocal", "to", "where", "turn", "decay",
@@ -140,7 +141,7 @@ def load() -> ctypes.CDLL:
         "update": [ctypes.POINTER(Update)],
     }
     structures = (Packed, Encoding, Pointwise, Step, Read, Attention, Rounding, Moment, Update)
-    wanted = [*map(ctypes.sizeof, structures), len(OPS), PIECE]
+    wanted = [*map(ctypes.sizeof, structures), len(OPS), PIECE, MOST_DIM]
     sizes = getattr(library, "fquant_sizes", lambda which: 0)
     complete = all(hasattr(library, f"fquant_{name}") for name in functions)
     if not complete or [sizes(i) for i in range(len(wanted))] != wanted:

@@ -23,7 +23,7 @@ from ..arguments import kinds_of
 from ..dispatch import backend
 from ..spec import Spec
 from . import codec, elementwise
-from .library import DTYPES, Pointer, empty, isa, load
+from .library import DTYPES, MOST_DIM, Pointer, empty, isa, load
 from .threads import num_threads
 
 Call = Callable[..., Any]
@@ -83,7 +83,7 @@ def _product(
     spec, size = Spec(read_format(text), tuple(shape), dtype), buffers[0].numel()
     if x.ndim != 2 or x.dtype not in DTYPES or not _is_plain(x, out0, *buffers):
         return None
-    if spec.format.vectors is not None and spec.format.vectors.dim > codec.MOST_DIM:
+    if spec.format.vectors is not None and spec.format.vectors.dim > MOST_DIM:
         return None
     nowhere = codec.in_place(spec, size, *[0] * len(buffers))
     if nowhere is None or nowhere.width != spec.shape[1]:

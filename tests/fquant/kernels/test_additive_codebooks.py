@@ -11,10 +11,10 @@ from fquant import kernels
 from fquant.device import HOST
 from fquant.format import AQ_2X8, AQ_3X8, NF4, Vectors
 from fquant.kernels import additive_codebooks, cpu, packed_ops
-from fquant.kernels.dispatch import VARIABLE
 from fquant.kernels.spec import Spec, layout
 from tests.helpers.devices.placing import on
-from tests.helpers.formats import DTYPES, ISAS, alike, draw, shifted, strided
+from tests.helpers.formats import DTYPES, alike, draw, shifted, strided
+from tests.helpers.kernels.backends import backend  # noqa: F401
 from tests.helpers.kernels.rounding import assert_product
 
 KINDS = {
@@ -30,13 +30,7 @@ kinds = pytest.mark.parametrize("format", KINDS.values(), ids=KINDS)
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
-@pytest.fixture(params=["reference", *ISAS], autouse=True)
-def backend(request, device, monkeypatch):
-    """Every test has every backend of the host; on a GPU there is one."""
-    if device.type != "cpu" and request.param != "reference":
-        pytest.skip("a backend of the host")
-    monkeypatch.setenv(VARIABLE, request.param)
-    return request.param
+pytestmark = pytest.mark.usefixtures("backend")
 
 
 def drawn(device, spec, *stack):

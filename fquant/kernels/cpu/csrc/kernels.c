@@ -182,10 +182,10 @@ static const struct { const char *name; Kernels kernels; } available[] = {
 
 /* --- what Python calls ------------------------------------------------------------------------------------------- */
 
-/* Constants that library.py has as well: sizes of structures, the number of operations, and TILE. */
+/* Constants that library.py has as well: sizes of structures, the number of operations, TILE and MOST_DIM. */
 EXPORT int fquant_sizes(int which) {
     const size_t sizes[] = {sizeof(Packed), sizeof(Encoding), sizeof(Pointwise), sizeof(Step), sizeof(Read),
-                            sizeof(Attention), sizeof(Rounding), sizeof(Moment), sizeof(Update), OPS, TILE};
+                            sizeof(Attention), sizeof(Rounding), sizeof(Moment), sizeof(Update), OPS, TILE, MOST_DIM};
     return (int)sizes[which];
 }
 

@@ -5,21 +5,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fquant import AQ_2X8, AQ_3X8, dequantize, quantize
-from fquant.kernels.dispatch import VARIABLE
 from fquant.kernels.ops.beam_search import beam_search, stage_sums
 from tests.helpers.arrays import rng
-from tests.helpers.formats import ISAS, built, forced
-
-BACKENDS = ["reference", *ISAS]
-
-
-@pytest.fixture(params=BACKENDS)
-def backend(request, device, monkeypatch):
-    """Every test has every backend of the host; on a GPU there is one."""
-    if device.type != "cpu" and request.param != "reference":
-        pytest.skip("a backend of the host")
-    monkeypatch.setenv(VARIABLE, request.param)
-    return request.param
+from tests.helpers.formats import built, forced
+from tests.helpers.kernels.backends import backend  # noqa: F401
 
 
 def given(n, d, stages, weighted=False, seed=0):
@@ -46,7 +35,8 @@ def beam(x, near, vectors, width):
 @pytest.mark.parametrize(
     "n, d, stages, width", [(100, 8, 2, 4), (49, 8, 3, 4), (47, 5, 2, 3), (1, 8, 1, 4), (30, 4, 3, 1), (9, 16, 2, 16)]
 )
-def test_the_search_is_that_of_a_naive_loop(backend, n, d, stages, width, weighted, device):
+@pytest.mark.usefixtures("backend")
+def test_the_search_is_that_of_a_naive_loop(n, d, stages, width, weighted, device):
     x, near, vectors = given(n, d, stages, weighted)
     moved = (x.to(device), None if near is None else near.to(device), vectors.to(device))
     codes = beam_search(*moved, width).cpu()
@@ -58,7 +48,8 @@ def test_the_search_is_that_of_a_naive_loop(backend, n, d, stages, width, weight
     torch.testing.assert_close(got, torch.tensor(wanted, dtype=torch.float64), rtol=1e-4, atol=1e-5)
 
 
-def test_groups_do_not_depend_on_those_beside_them(backend, device):
+@pytest.mark.usefixtures("backend")
+def test_groups_do_not_depend_on_those_beside_them(device):
     x, near, vectors = (t.to(device) for t in given(200, 8, 2, True))
     whole = beam_search(x, near, vectors, 4)
     parts = [beam_search(x[s], near[s], vectors, 4) for s in (slice(0, 7), slice(7, 7), slice(7, 103), slice(103, 200))]
@@ -67,7 +58,8 @@ def test_groups_do_not_depend_on_those_beside_them(backend, device):
 
 @pytest.mark.parametrize("each", [False, True], ids=["row", "element"])
 @pytest.mark.parametrize("n, d, stages, stage", [(20000, 8, 3, 1), (90, 5, 2, 0), (7, 8, 1, 0), (0, 8, 2, 1)])
-def test_sums_are_those_of_residuals_by_code(backend, n, d, stages, stage, each, device):
+@pytest.mark.usefixtures("backend")
+def test_sums_are_those_of_residuals_by_code(n, d, stages, stage, each, device):
     x, _, vectors = given(n, d, stages)
     g = rng(3)
     codes = torch.randint(256, (n, stages), generator=g, dtype=torch.uint8)

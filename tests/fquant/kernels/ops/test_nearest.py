@@ -8,20 +8,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
 
 from fquant.device import HOST
-from fquant.kernels.dispatch import VARIABLE
 from fquant.kernels.ops.nearest import nearest
 from fquant.kernels.reference import codebook_search as module
 from tests.helpers.arrays import named, rng
-from tests.helpers.formats import ISAS
+from tests.helpers.kernels.backends import backend  # noqa: F401
 
-
-@pytest.fixture(params=["reference", *ISAS], autouse=True)
-def backend(request, device, monkeypatch):
-    """Every test has every backend of the host; on a GPU there is one."""
-    if device.type != "cpu" and request.param != "reference":
-        pytest.skip("a backend of the host")
-    monkeypatch.setenv(VARIABLE, request.param)
-    return request.param
+pytestmark = pytest.mark.usefixtures("backend")
 
 
 def given(s=2, n=50, k=37, d=5, seed=0, dtype=torch.float32, device=HOST):
