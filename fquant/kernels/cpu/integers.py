@@ -41,10 +41,17 @@ def integer_mm(a: Tensor, b: Tensor, act_a: Format, act_b: Format, out: Tensor |
         return y.zero_()
     if a.shape[1] > MOST or a.dtype not in DTYPES:
         return y.copy_(reference.integer_mm(a, b, act_a, act_b))
-    a, b = a.contiguous(), b.contiguous()
-    args = a, len(a), _rounding(act_a), b, len(b), _rounding(act_b), a.shape[1], y, DTYPES[a.dtype]
+    (a, across_a), (b, across_b) = map(_operand, (a, b))
+    args = a, across_a, len(a), _rounding(act_a), b, across_b, len(b), _rounding(act_b), a.shape[1], y, DTYPES[a.dtype]
     call("integer_mm", *args, torch.empty(call("integer_mm", *args, None), dtype=torch.uint8, device="cpu"))
     return y
+
+
+def _operand(t: Tensor) -> tuple[Tensor, int]:
+    """Return t [rows k] as C reads it, and the stride of its elements if its rows are columns in memory, else 0."""
+    if t.stride(0) == 1 and t.stride(1) >= len(t) > 1:
+        return t, t.stride(1)
+    return t.contiguous(), 0
 
 
 @lru_cache(maxsize=64)

@@ -120,7 +120,7 @@ def load() -> ctypes.CDLL:
         **dict.fromkeys(("matmul", "matmul_t"), [packed, Pointer, Long, Pointer, Int, Pointer]),
         "integer_matmul": [packed, Pointer, Int, Int, ctypes.POINTER(Rounding), Pointer, Long, Pointer, Int, Pointer],
         "integer_mm": [
-            *(Pointer, Long, ctypes.POINTER(Rounding)) * 2,
+            *(Pointer, Long, Long, ctypes.POINTER(Rounding)) * 2,
             Long,
             Pointer,
             Int,

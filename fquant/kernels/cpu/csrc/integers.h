@@ -47,54 +47,6 @@ typedef int16_t NAME(Pairs) __attribute__((vector_size(LANES * 4), may_alias));
 #endif
 #endif
 
-/* Copy n 16-bit integers of a row as bytes, with zeros to p->words; of weights of fewer than 8 bits in their order. */
-INLINE void NAME(narrowed)(const Integers *p, const int16_t *q, int64_t n, int8_t *out) {
-    memset(out + n, 0, (size_t)(4 * p->words - n));
-    if (p->w.bits == 8) for (int64_t i = 0; i < n; i++) out[i] = (int8_t)q[i];
-    else for (int64_t i = 0; i < n; i += 64)
-        for (int64_t k = 0; k < 32; k++) out[i + k] = (int8_t)q[i + 2 * k], out[i + 32 + k] = (int8_t)q[i + 2 * k + 1];
-}
-
-/* Quantise row `unit` of x: integers to q or bytes, padded to words, its scale, and the sums of its blocks. */
-UNIT(quantize_row) {
-    const Integers *p = work;
-    int64_t k = p->inner, padded = p->words * 2, blocks = blocks_of(&p->w);
-    float *row = scratch, low = 0.0f, high = 0.0f;
-    uint32_t largest = 0; /* magnitudes as bits: NaN exceeds infinity and infinity all else */
-    int16_t *q = p->bytes ? (int16_t *)(row + k) : p->q + unit * padded;
-    NAME(floats)(p->x, p->dtype, unit * k, k, row);
-    if (p->how.halves) for (int64_t i = 0; i < k; i++) row[i] = from_f16(to_f16(row[i]));
-    for (int64_t i = 0; i < k; i++) largest = MAX(largest, bits_of(row[i]) & 0x7fffffff);
-    if (p->how.zero) for (int64_t i = 0; i < k; i++) low = MIN(low, row[i]), high = MAX(high, row[i]);
-    float top = float_of(largest), scale = top / p->how.unit, by, zero = 0.0f;
-    if (p->how.zero && largest < 0x7f800000) scale = (high - low) / (p->how.last - p->how.first);
-    if (p->how.halves) {
-        by = top > 0.0f ? 1.0f / top * 127.0f : 0.0f;
-        scale = top * (float)(1.0 / 127.0);
-    } else {
-        if (scale > 0.0f && scale < 0x1p-126f) scale = 0x1p-126f;
-        by = 1.0f / (scale < 0x1p-126f ? 0x1p-126f : scale);
-        if (p->how.zero) {
-            zero = p->how.first - rintf(low / (scale < 0x1p-126f ? 0x1p-126f : scale));
-            zero = MIN(MAX(zero, p->how.first), p->how.last);
-        }
-    }
-    p->scale[unit] = scale;
-    for (int64_t i = 0; i < k; i++) {
-        float y = rintf(row[i] * by) + zero;
-        y = y > p->how.first ? y : p->how.first; /* also for NaN, whose row is NaN by its scale */
-        y = y < p->how.last ? y : p->how.last;
-        q[i] = (int16_t)(y - zero);
-    }
-    if (p->bytes) NAME(narrowed)(p, q, k, p->bytes + unit * 4 * p->words);
-    else for (int64_t i = k; i < padded; i++) q[i] = 0;
-    for (int64_t b = 0; b < blocks && p->sums; b++) {
-        int32_t sum = 0;
-        for (int64_t i = b * p->w.block; i < MIN(k, (b + 1) * p->w.block); i++) sum += q[i];
-        p->sums[unit * p->sums_apart[0] + b * p->sums_apart[1]] = sum;
-    }
-}
-
 /* The integers of n elements of a row of the weight from `column`, both multiples of 8 unless the row ends. */
 INLINE void NAME(integers16)(const Integers *p, int64_t row, int64_t column, int64_t n, int16_t *restrict out) {
     const Packed *w = &p->w;
@@ -172,10 +124,12 @@ ADD_PAIRS(1) ADD_PAIRS(2) ADD_PAIRS(3) ADD_PAIRS(4)
 #endif
 
 /* A sliver of rows times a panel of x, n words. Integer sums are read from `open` unless they begin here, and written
-   there unless the block ends here; then they are scaled and added to `totals`. The ints are constants but `low`. */
+   there unless the block ends here; then they are scaled and added to `totals`, of which the first block reads nothing.
+   The ints are constants but `low` and `first`. */
 INLINE void NAME(micro_integers)(const uint32_t *sliver, int64_t apart, const uint32_t *panel, int64_t n, int rows,
                                  int vecs, int bytes, int begins, int ends, int32_t *open, float *totals,
-                                 const float *scale, const float *zero, int64_t next, const int32_t *sums, int32_t low) {
+                                 const float *scale, const float *zero, int64_t next, const int32_t *sums, int32_t low,
+                                 int first) {
     NAME(Sums) part[SUMS][VECS], *kept = (NAME(Sums) *)open;
 #ifdef PAIRS8
     if (bytes) {
@@ -208,7 +162,7 @@ INLINE void NAME(micro_integers)(const uint32_t *sliver, int64_t apart, const ui
             if (sums) of_x = ((const NAME(Sums) *)sums)[v];
             Lanes t = __builtin_convertvector(part[r][v] + of_x * low, Lanes), *to = (Lanes *)totals + r * vecs + v;
             if (zero) t = t - zero[r * next] * __builtin_convertvector(of_x, Lanes);
-            *to = *to + t * scale[r * next];
+            *to = (first ? (Lanes){0} : *to) + t * scale[r * next];
         }
 }
 
@@ -222,7 +176,6 @@ INLINE void NAME(by_integers)(const Integers *p, int64_t unit, uint32_t *scratch
     int32_t *open = (int32_t *)(sliver + group * APART);
     float *totals = (float *)(open + high * tall), turned[LANES][NAME(MOST_ROWS)];
     float *scales = totals + high * tall, *zeros = w->zero ? scales + group * (blocks + 64) : NULL;
-    memset(totals, 0, (size_t)(high * tall * 4));
     memset(sliver + rows * APART, 0, (size_t)((group - rows) * APART * 4));
     memset(scales + rows * (blocks + 64), 0, (size_t)((group - rows) * (blocks + 64) * 4));
     for (int64_t r = 0; r < rows; r++) {
@@ -248,32 +201,35 @@ INLINE void NAME(by_integers)(const Integers *p, int64_t unit, uint32_t *scratch
                 int vecs = NAME(vecs)(p->m, j), width = vecs * LANES, most = SUMS / vecs;
                 const uint32_t *x = (const uint32_t *)p->copy + j * PANEL * p->words + (slab + k) * width;
                 const int32_t *sums = p->sums ? p->sums + block * p->sums_apart[1] + j * PANEL : NULL;
-                int64_t left = steps;
-                if (NAME(TILES) && bytes) {
-                    NAME(add_byte_tiles)(sliver + k, APART, rows, x, vecs, steps, begins, open + j * PANEL * high);
-                    if (!ends) continue;
-                    left = 0;
-                }
-                for (int64_t r = 0; r < rows; r += most) {
-                    const uint32_t *from = sliver + r * APART + k;
-                    int64_t at = j * PANEL * high + r * width;
-                    const float *scale = scales + r * (blocks + 64) + block;
-                    const float *zero = zeros ? zeros + r * (blocks + 64) + block : NULL;
-#define KIND(N, B, E)                                                                                               \
-    NAME(micro_integers)(from, APART, x, left, SUMS / N, MIN(N, VECS), bytes, B, E, open + at, totals + at, scale, zero, \
-                         blocks + 64, sums, p->low)
+                const int by_tiles = NAME(TILES) && bytes;
+                for (int64_t top = 0; top < rows; top += TILED_ROWS) {
+                    int64_t high_at = j * PANEL * high, until = MIN(rows, top + TILED_ROWS);
+                    int32_t *kept = begins && ends ? open : open + high_at + top * width; /* the former is in the first cache */
+                    if (by_tiles) {
+                        NAME(add_byte_tiles)(sliver + top * APART + k, APART, until - top, x, vecs, steps, begins, kept);
+                        if (!ends) continue;
+                    }
+                    for (int64_t r = top; r < until; r += most, kept += most * width) {
+                        const uint32_t *from = sliver + r * APART + k;
+                        const float *scale = scales + r * (blocks + 64) + block;
+                        const float *zero = zeros ? zeros + r * (blocks + 64) + block : NULL;
+                        float *to = totals + high_at + r * width;
+#define KIND(N, B, E)                                                                                             \
+    NAME(micro_integers)(from, APART, x, by_tiles ? 0 : steps, SUMS / N, MIN(N, VECS), bytes, B, E, kept, to, scale, \
+                         zero, blocks + 64, sums, p->low, !block)
 #define CASE(N)                                                         \
     case N:                                                             \
         if (N <= VECS) {                                                \
-            if (begins && ends && left) KIND(N, 1, 1);                  \
-            else if (begins && left) KIND(N, 1, 0);                     \
+            if (begins && ends && !by_tiles) KIND(N, 1, 1);             \
+            else if (begins && !by_tiles) KIND(N, 1, 0);                \
             else if (ends) KIND(N, 0, 1);                               \
             else KIND(N, 0, 0);                                         \
         }                                                               \
         break;
-                    switch (vecs) { CASE(1) CASE(2) CASE(3) CASE(4) }
+                        switch (vecs) { CASE(1) CASE(2) CASE(3) CASE(4) }
 #undef CASE
 #undef KIND
+                    }
                 }
             }
             k += steps;
@@ -282,13 +238,12 @@ INLINE void NAME(by_integers)(const Integers *p, int64_t unit, uint32_t *scratch
     for (int64_t m = 0; m < p->m; m += LANES) {
         int64_t j = m / PANEL, width = NAME(vecs)(p->m, j) * LANES;
         float *from = totals + j * PANEL * high + m % PANEL;
-        Lanes scale;
-        memcpy(&scale, p->scale + m, sizeof scale);
-        for (int64_t r = 0; r < rows; r++) *(Lanes *)(from + r * width) *= scale;
         for (int64_t r = 0; r < rows; r += LANES)
             NAME(turn)((uint32_t *)from + r * width, width, LANES, (uint32_t *)turned[0] + r, NAME(MOST_ROWS));
-        for (int64_t i = 0; i < MIN(LANES, p->m - m); i++)
+        for (int64_t i = 0; i < MIN(LANES, p->m - m); i++) {
+            for (int64_t r = 0; r < rows; r++) turned[i][r] *= p->scale[m + i];
             NAME(halves)(turned[i], rows, p->dtype, p->y, (m + i) * w->rows + row);
+        }
     }
 }
 

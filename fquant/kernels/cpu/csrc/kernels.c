@@ -51,7 +51,7 @@ enum { MAX_SCALES = PIECE / 16 }; /* of a piece */
 
 typedef struct { /* what an instruction set provides */
     Unit encode, decode, gemv, pack, matmul, pack_t, matmul_t, fold, draw, loss, norm, pointwise, attention, cached, dense_matmul, update,
-        quantize_row, integer_rows, few_integers, nearest, beam_search, stage_sums;
+        quantize_rows, integer_rows, few_integers, nearest, beam_search, stage_sums;
     void (*load)(const void *x, int dtype, int64_t n, int form, void *out); /* x in the form of `gemv` */
     size_t (*attention_room)(const Attention *a); /* bytes of scratch */
     int columns;      /* rows of x up to which `gemv` is used */
@@ -71,10 +71,13 @@ enum { FUSED = 4 };      /* rows of x up to which the sums of a product may stay
 /* In words of 32 bits: the inner dimension that gemm.h decodes at a time, and multiplies at a time; the row stride of a
    sliver, a cache line more than a slab lest rows use the same cache sets. */
 enum { SLAB = 512, STEPS = 128, APART = SLAB + 16 };
+enum { TILED_ROWS = 96 };                  /* rows whose integer sums stay near: a multiple of slivers and of tiles */
 enum { STRIPE = 256 };                     /* columns in a unit of matmul_t */
 enum { MOST_X = 512, COPY = 6 << 20 };     /* rows of x that are copied at a time, and bytes */
 
 #define FOLDED 0x243F6A8885A308D3u /* xor'ed to keys that are folded, lest they equal keys of draws */
+
+enum { TURNED = 64, TURN_AHEAD = 16 }; /* rows of x that are transposed at a time, and elements to prefetch ahead */
 
 /* Interleave the 16-bit elements i and 32 + i. */
 #define BESIDE4(i) i, i + 32, i + 1, i + 33, i + 2, i + 34, i + 3, i + 35
@@ -88,13 +91,14 @@ INLINE int64_t bytes_of(const Packed *w) {
 INLINE int64_t pieces_of(int64_t width) { return (width + PIECE - 1) / PIECE; }
 INLINE int64_t slabs_of(int64_t words) { return (words + SLAB - 1) / SLAB; }
 INLINE int64_t padded_to(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+INLINE int64_t turned_apart(int64_t n) { return padded_to(n, 16) + 16; } /* floats of a row that was transposed */
 
 /* The instruction sets; `isa` below is an index into `available`. What has no tiles is that of BASE, and not compiled
    again. */
 #define KERNELS_OF(ISA, BASE, BF16)                                                                                  \
     {encode_##BASE, decode_##BASE, gemv_##BASE, pack_##BASE, matmul_##ISA, pack_t_##BASE, matmul_t_##ISA, fold_##BASE, \
      draw_##BASE, loss_##BASE, norm_##BASE, pointwise_##BASE, attention_##ISA, cached_##BASE, dense_matmul_##BASE,     \
-     update_##BASE, quantize_row_##BASE, integer_rows_##ISA, few_integers_##BASE, nearest_##BASE, beam_search_##BASE,  \
+     update_##BASE, quantize_rows_##BASE, integer_rows_##ISA, few_integers_##BASE, nearest_##BASE, beam_search_##BASE,  \
      stage_sums_##BASE, load_##BASE, attention_room_##ISA, COLUMNS_##BASE, LANES_##BASE, PANEL_##BASE,                 \
      LEAST_ROWS_##ISA, MOST_ROWS_##ISA, TILES_##ISA, BF16, BYTES_##BASE}
 #define PASTE(a, b) a##_##b
@@ -261,13 +265,17 @@ EXPORT int64_t fquant_matmul_t(int isa, int threads, const Packed *w, const void
 EXPORT int64_t fquant_integer_matmul(int isa, int threads, const Packed *w, const int16_t *levels, int plain, int unit,
                                      const Rounding *how, const void *x, int64_t m, void *y, int dtype, void *room) {
     Levels of = {levels, plain, unit};
-    return integer_product(isa, threads, w, of, how, x, m, w->width, y, dtype, room);
+    Operand rows = {x, how, 0, m};
+    return integer_product(isa, threads, w, of, &rows, w->width, y, dtype, room);
 }
 
-/* a [m, inner] · b [n, inner]ᵀ to y [m, n], both quantised by rows. If `room` is NULL, return its bytes only. */
-EXPORT int64_t fquant_integer_mm(int isa, int threads, const void *a, int64_t m, const Rounding *how_a, const void *b,
-                                 int64_t n, const Rounding *how_b, int64_t inner, void *y, int dtype, void *room) {
-    return dense_integer_product(isa, threads, a, m, how_a, b, n, how_b, inner, y, dtype, room);
+/* a [m, inner] · b [n, inner]ᵀ to y [m, n], both quantised by rows. An operand whose stride `across` is not 0 is stored
+   transposed. If `room` is NULL, return its bytes only. */
+EXPORT int64_t fquant_integer_mm(int isa, int threads, const void *a, int64_t across_a, int64_t m, const Rounding *how_a,
+                                 const void *b, int64_t across_b, int64_t n, const Rounding *how_b, int64_t inner, void *y,
+                                 int dtype, void *room) {
+    Operand x = {a, how_a, across_a, m}, w = {b, how_b, across_b, n};
+    return dense_integer_product(isa, threads, &x, &w, inner, y, dtype, room);
 }
 
 /* Fold keys with data [n] to new keys [n]. */

@@ -90,28 +90,36 @@ static int few_product(const Kernels *k, const Packed *w, const Levels *levels, 
     return w->width % step == 0 && (w->block % step == 0 || w->block >= w->width);
 }
 
-/* The same with few_integers. */
+/* Bytes of scratch, and units, in which rows of x are quantised. */
+static int64_t quantize_room(const Integers *p) {
+    return padded_to(4 * (p->across ? TURNED * turned_apart(p->inner) : p->inner) + p->inner, 64);
+}
+static int64_t quantize_units(const Integers *p) { return p->across ? (p->m + TURNED - 1) / TURNED : p->m; }
+
+/* x · wᵀ of integers with few_integers. */
 static int64_t few_integer_product(Integers work, int threads, const Kernels *k, void *room) {
     int64_t blocks = padded_to(blocks_of(&work.w), 4);
     int64_t bytes = padded_to(work.m * 4 * work.words, 64), sums = padded_to(work.m * blocks * 4, 64);
-    int64_t scratch = (1 + work.m) * GROUP * (blocks + 64) * 4, row = padded_to(work.inner * 6, 64);
+    int64_t scratch = (1 + work.m) * GROUP * (blocks + 64) * 4, row = quantize_room(&work);
     if (!room) return 128 + bytes + sums + MAX(scratch * threads, row);
     char *at = (char *)padded_to((intptr_t)room, 64);
     work.scale = (float *)at, at += 64;
     work.bytes = (int8_t *)at, at += bytes;
     work.sums = (int32_t *)at, at += sums, work.sums_apart[0] = blocks, work.sums_apart[1] = 1;
     memset(work.sums, 0, (size_t)sums);
-    run(k->quantize_row, &work, work.m, (size_t)row, at, 1);
+    run(k->quantize_rows, &work, quantize_units(&work), (size_t)row, at, 1);
     return run(k->few_integers, &work, (work.w.rows + GROUP - 1) / GROUP, (size_t)scratch, at, threads);
 }
 
 /* x [m, inner] · wᵀ of integers, x in chunks of MOST_X rows. Without `room`, return its bytes and do nothing. */
-static int64_t integer_product(int isa, int threads, const Packed *w, Levels levels, const Rounding *how, const void *x,
-                               int64_t m, int64_t inner, void *y, int dtype, void *room) {
+static int64_t integer_product(int isa, int threads, const Packed *w, Levels levels, const Operand *x, int64_t inner,
+                               void *y, int dtype, void *room) {
     const Kernels *k = &available[isa].kernels;
-    int bytes = byte_product(k, w, &levels, how);
-    Integers work = {.w = *w, .how = *how, .x = x, .y = y, .m = m, .dtype = dtype, .levels = levels, .inner = inner};
-    if (few_product(k, w, &levels, how, m)) {
+    const int64_t m = x->m;
+    int bytes = byte_product(k, w, &levels, x->how);
+    Integers work = {.w = *w, .how = *x->how, .x = x->x, .y = y, .m = m, .dtype = dtype, .levels = levels,
+                     .inner = inner, .across = x->across};
+    if (few_product(k, w, &levels, x->how, m)) {
         work.words = w->width / 4;
         return few_integer_product(work, threads, k, room);
     }
@@ -124,7 +132,7 @@ static int64_t integer_product(int isa, int threads, const Packed *w, Levels lev
     int64_t high = padded_to(work.group, k->lanes), more = work.group * (blocks + 64) * 4;
     int64_t scratch = work.group * APART * 4 + 2 * high * tall * 4 + (w->zero ? 2 : 1) * more;
     int64_t slabs = slabs_of(work.words), total = 64;
-    scratch = padded_to(MAX(scratch, MAX(w->width * 6, (int64_t)k->lanes * APART * 4)), 64);
+    scratch = padded_to(MAX(scratch, MAX(quantize_room(&work), (int64_t)k->lanes * APART * 4)), 64);
     for (int i = 0; i < 4; i++) total += padded_to(parts[i], 64);
     if (!room) return total + scratch * threads;
     char *at = (char *)padded_to((intptr_t)room, 64);
@@ -137,11 +145,11 @@ static int64_t integer_product(int isa, int threads, const Packed *w, Levels lev
     work.sums = summed ? (int32_t *)at : NULL, at += padded_to(parts[3], 64);
     for (int64_t start = 0; start < m; start += chunk) {
         work.m = MIN(chunk, m - start);
-        work.x = (const char *)x + start * inner * size_of(dtype);
+        work.x = (const char *)x->x + start * (x->across ? 1 : inner) * size_of(dtype);
         work.y = (char *)y + start * w->rows * size_of(dtype);
         memset(work.scale, 0, (size_t)parts[2]);
         if (summed) memset(work.sums, 0, (size_t)parts[3]);
-        run(k->quantize_row, &work, work.m, (size_t)scratch, at, threads);
+        run(k->quantize_rows, &work, quantize_units(&work), (size_t)scratch, at, threads);
         Gemm pack = {.x = rows, .copy = work.copy, .m = work.m, .inner = 2 * work.words, .words = work.words,
                      .dtype = BF16, .half = 1}; /* words of any kind, as pairs of 16 bits */
         run(k->pack, &pack, (work.m + k->panel - 1) / k->panel * slabs, (size_t)scratch, at, threads);
@@ -151,23 +159,25 @@ static int64_t integer_product(int isa, int threads, const Packed *w, Levels lev
 }
 
 /* a [m, inner] · b [n, inner]ᵀ, both quantised by rows. Without `room`, return its bytes and do nothing. */
-static int64_t dense_integer_product(int isa, int threads, const void *a, int64_t m, const Rounding *how_a, const void *b,
-                                     int64_t n, const Rounding *how_b, int64_t inner, void *y, int dtype, void *room) {
+static int64_t dense_integer_product(int isa, int threads, const Operand *a, const Operand *b, int64_t inner, void *y,
+                                     int dtype, void *room) {
     const Kernels *k = &available[isa].kernels;
     Levels dense = {NULL, 0, 1};
     float none = 0.0f;
-    Packed w = {.rows = n, .width = padded_to(inner, 4), .block = padded_to(inner, 4), .bits = 8}; /* int8, if both fit */
-    int bytes = byte_product(k, &w, &dense, how_a) && byte_product(k, &w, &dense, how_b);
+    Packed w = {.rows = b->m, .width = padded_to(inner, 4), .block = padded_to(inner, 4), .bits = 8}; /* int8, if both fit */
+    int bytes = byte_product(k, &w, &dense, a->how) && byte_product(k, &w, &dense, b->how);
     if (!bytes) w.bits = 16, w.table = &none;
-    int64_t codes = padded_to(n * bytes_of(&w), 64), scales = padded_to(n * 4, 64), row = padded_to(inner * 6, 64);
-    int64_t rest = integer_product(isa, threads, &w, dense, how_a, a, m, inner, y, dtype, NULL);
+    Integers quantised = {.how = *b->how, .x = b->x, .m = b->m, .inner = inner, .across = b->across,
+                          .words = w.width / (bytes ? 4 : 2), .dtype = dtype};
+    int64_t codes = padded_to(b->m * bytes_of(&w), 64), scales = padded_to(b->m * 4, 64), row = quantize_room(&quantised);
+    int64_t rest = integer_product(isa, threads, &w, dense, a, inner, y, dtype, NULL);
     if (!room) return 64 + codes + scales + MAX(rest, row * threads);
     char *at = (char *)padded_to((intptr_t)room, 64);
     w.codes = (const uint8_t *)at, w.scale = at + codes;
-    Integers quantised = {.w = w, .how = *how_b, .x = b, .scale = (float *)(at + codes), .m = n, .inner = inner,
-                          .words = w.width / (bytes ? 4 : 2), .dtype = dtype};
+    quantised.w = w, quantised.scale = (float *)(at + codes);
     if (bytes) quantised.bytes = (int8_t *)at;
     else quantised.q = (int16_t *)at;
-    run(k->quantize_row, &quantised, n, (size_t)row, at + codes + scales, threads);
-    return integer_product(isa, threads, &w, dense, how_a, a, m, inner, y, dtype, at + codes + scales);
+    at += codes + scales;
+    run(k->quantize_rows, &quantised, quantize_units(&quantised), (size_t)row, at, threads);
+    return integer_product(isa, threads, &w, dense, a, inner, y, dtype, at);
 }

@@ -47,11 +47,15 @@ typedef struct { float first, last, unit; int32_t zero, halves; } Rounding;
 /* How codes of w are integers: levels [1 << bits], or int8 codes if NULL; plain: code + levels[0], levels of step 1. */
 typedef struct { const int16_t *levels; int32_t plain, unit; } Levels; /* unit: 1 if the step is 1, else 127 */
 
+/* x [m, inner] to quantise; across: the stride of its elements if it is stored transposed, else 0. */
+typedef struct { const void *x; const Rounding *how; int64_t across, m; } Operand;
+
 typedef struct { /* x [m, inner] in `words` of two integers, or four bytes, a row; tall: m, padded */
     Packed w;
     Rounding how;
     const void *x;
     void *y, *copy; /* copy: q or bytes, packed in panels */
+    int64_t across; /* the stride of x's elements if x is stored transposed, else 0 */
     int16_t *q;     /* [m, 2 words]; or */
     int8_t *bytes;  /* [m, 4 words] */
     float *scale;   /* f32[tall]: of rows of x */
