@@ -70,6 +70,11 @@ def _product(name: str, x: Tensor, buffers: Sequence[Tensor], spec: Spec, out: T
 matmul, matmul_t = partial(_product, "matmul"), partial(_product, "matmul_t")
 
 
+def byte_planes(table: Tensor) -> Tensor:
+    """Return the bytes u8[4 256] of a table f32[256]: byte i of all values in row i."""
+    return table.view(torch.uint8).view(-1, 4).mT.contiguous()
+
+
 def flattened(dims: int, *stacked: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Yield the tensors of each array of a stack with ``dims`` dims."""
     return zip(*(t.flatten(0, dims - 1) for t in stacked), strict=True)
@@ -180,7 +185,7 @@ def _static(spec: Spec) -> tuple[Packed, int, Format | None]:
         nested = None  # C decodes no other scales within a product
     else:
         w.nested_memory = torch.tensor(nested.table, dtype=torch.float32, device="cpu")
-        w.byte_planes = w.nested_memory.view(torch.uint8).view(-1, 4).mT.contiguous()
+        w.byte_planes = byte_planes(w.nested_memory)
         w.nested_table, w.nested_bytes = w.nested_memory.data_ptr(), w.byte_planes.data_ptr()
         w.nested_block = nested.block
     return w, max(1, num_bytes(format, width)), nested

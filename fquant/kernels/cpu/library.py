@@ -86,7 +86,7 @@ class Moment(ctypes.Structure):
     """``Moment`` of csrc/work.h."""
 
     _fields_ = _fields(
-        (Pointer, "table thresholds order segments cells"), (Long, "block"), (ctypes.c_uint32, "low high"),
+        (Pointer, "table planes thresholds order segments cells"), (Long, "block"), (ctypes.c_uint32, "low high"),
         (Int, "bits has_sign grid"), (Float, "least top"),
     )  # fmt: skip
 

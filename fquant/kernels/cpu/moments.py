@@ -9,6 +9,7 @@ from torch import Tensor
 from ...format import E4M3, Format, read
 from .. import moment_codes, reference
 from ..reference.moments import FLOAT32
+from .codec import byte_planes
 from .library import DTYPES, RULES, Moment, State, Update, call, result
 
 NONE = (None,) * 5
@@ -110,6 +111,9 @@ def _moment(format: Format, rounding: str) -> Moment | None:
         moment.cells, moment.low, moment.high = cells.cells.data_ptr(), cells.low, cells.high
         moment.has_sign = len(cells.cells) > cells.high - cells.low + 1
     moment.table, moment.thresholds, moment.order = (t.data_ptr() for t in tables[:3])
+    if format.bits == 8:
+        tables.append(byte_planes(table))
+        moment.planes = tables[-1].data_ptr()
     if list(order) == list(range(2**format.bits)):
         moment.order = None
     return moment

@@ -143,11 +143,26 @@ def test_dense_operands(acts, dtype):
         for isa in ISAS:
             with forced(isa):
                 assert same_bits(integer_ops.integer_mm(a, b, *acts), wanted), isa
-                assert same_bits(integer_ops.integer_mm(a.mT.contiguous().mT, b, *acts), wanted)
     stack = torch.stack([a, a.flip(0)])
     one = lambda a, b: integer_ops.integer_mm(a, b, *acts)
     assert same_bits(torch.vmap(one, (0, None))(stack, b)[1], one(a.flip(0), b))
     assert same_bits(torch.vmap(one)(stack, torch.stack([b, 2 * b]))[1], one(a.flip(0), 2 * b))
+
+
+@built
+@named("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("acts", [(INT8_ROW, INT8_ROW), (INT8_ROW_ZERO, INT8_ROW), (INT8, INT8_ROW_ZERO)], ids=str)
+def test_dense_operands_that_are_stored_transposed(acts, dtype):
+    """Alone, within a larger array, and with gaps between elements."""
+    inside = lambda t: torch.nn.functional.pad(t, (3, 2)).mT.contiguous()[3:-2].mT
+    views = [lambda t: t, lambda t: t.mT.contiguous().mT, lambda t: inside(t.mT).mT, inside, strided]
+    for m, n, k in [(1, 5, 64), (7, 50, 301), (64, 65, 96), (600, 130, 33), (3, 2, 1)]:
+        a, b = torch.randn(m, k, generator=rng(0)).to(dtype), (torch.randn(n, k, generator=rng(1)) + 0.2).to(dtype)
+        wanted = reference.integer_mm(a, b, *acts)
+        for isa in ISAS:
+            with forced(isa):
+                for of_a, of_b in [*((v, v) for v in views), (views[0], views[1]), (views[1], views[0])]:
+                    assert same_bits(integer_ops.integer_mm(of_a(a), of_b(b), *acts), wanted), (isa, m, n, k)
 
 
 def test_dense_operands_that_do_not_fit():

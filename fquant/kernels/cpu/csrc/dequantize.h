@@ -2,22 +2,29 @@
    then to that of the result. An element then costs a look-up and no arithmetic. */
 
 #ifdef LANES_BF16
-/* Decode 64 scales, n of them valid, by a look-up of each of the four bytes of a value. */
-INLINE void NAME(nested64)(const Packed *w, const uint8_t *codes, int64_t n, float absmax, float offset, float *out) {
+/* The entries of a table of 256 for 64 codes, n of them valid, by a look-up of each of the four bytes of a value. */
+INLINE void NAME(entries64)(const uint8_t *planes, const uint8_t *codes, int64_t n, __m512 *v) {
     const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     __m512i c = _mm512_permutexvar_epi32(order, _mm512_maskz_loadu_epi8(~0ull >> (64 - n), codes)), bytes[4];
     __mmask64 high = _mm512_movepi8_mask(c);
     UNROLLED(i, 4) {
-        const __m512i *t = (const __m512i *)(w->nested_bytes + 256 * i);
+        const __m512i *t = (const __m512i *)(planes + 256 * i);
         __m512i a = _mm512_permutex2var_epi8(_mm512_loadu_si512(t), c, _mm512_loadu_si512(t + 1));
         __m512i b = _mm512_permutex2var_epi8(_mm512_loadu_si512(t + 2), c, _mm512_loadu_si512(t + 3));
         bytes[i] = _mm512_mask_blend_epi8(high, a, b);
     }
     __m512i low[2] = {_mm512_unpacklo_epi8(bytes[0], bytes[1]), _mm512_unpackhi_epi8(bytes[0], bytes[1])};
     __m512i top[2] = {_mm512_unpacklo_epi8(bytes[2], bytes[3]), _mm512_unpackhi_epi8(bytes[2], bytes[3])};
+    UNROLLED(i, 4)
+        v[i] = (__m512)(i % 2 ? _mm512_unpackhi_epi16(low[i / 2], top[i / 2]) : _mm512_unpacklo_epi16(low[i / 2], top[i / 2]));
+}
+
+/* Decode 64 scales, n of them valid. */
+INLINE void NAME(nested64)(const Packed *w, const uint8_t *codes, int64_t n, float absmax, float offset, float *out) {
+    __m512 v[4];
+    NAME(entries64)(w->nested_bytes, codes, n, v);
     UNROLLED(i, 4) {
-        __m512i v = i % 2 ? _mm512_unpackhi_epi16(low[i / 2], top[i / 2]) : _mm512_unpacklo_epi16(low[i / 2], top[i / 2]);
-        __m512 scale = _mm512_mul_ps((__m512)v, _mm512_set1_ps(absmax));
+        __m512 scale = _mm512_mul_ps(v[i], _mm512_set1_ps(absmax));
         _mm512_storeu_ps(out + 16 * i, w->nested_offset ? _mm512_add_ps(scale, _mm512_set1_ps(offset)) : scale);
     }
 }

@@ -1,6 +1,6 @@
 /* x · wᵀ of integers for few rows of x, bound by the read of the weight: bytes are multiplied as they are, 32 at a time,
-   a row of the weight after the other, because one sequence of addresses is what the machine reads ahead best, without
-   prefetches of ours. x, already quantised (integers.h), lies in the order of the codes. */
+   a row of the weight after the other, because one sequence of addresses is what the machine reads ahead best; machines
+   without AVX-512 do so without prefetches of ours. x, already quantised (integers.h), lies in the order of the codes. */
 
 #if defined(LANES_AVX2) || defined(LANES_AVX512)
 /* c + the products of unsigned and signed bytes, whose sums in pairs fit int16. */
@@ -25,6 +25,10 @@ INLINE __m256i NAME(dot_codes)(const uint8_t *codes, const int8_t *x, __m256i le
                                __m256i c) {
     __m256i four = _mm256_set1_epi8(15);
     __attribute__((unused)) __m256i pairs = _mm256_setzero_si256(); /* of kind 0, whose sums fit int16 */
+#ifdef LANES_BF16
+    __builtin_prefetch(codes + 2 * AHEAD, 0, 2); /* to the second cache, and from there to the first, as in gemv.h */
+    __builtin_prefetch(codes + 512);
+#endif
     UNROLLED(i, vectors) {
         __m256i v = NAME(load32)(codes + 32 * i), high, low;
         if (kind == 2) {

@@ -82,6 +82,7 @@ INLINE void NAME(integers8)(const Integers *p, int64_t row, int64_t column, int6
     const uint8_t *codes = w->codes + row * bytes_of(w) + column * w->bits / 8;
     uint8_t table[16], wide[4 * SLAB / 2 + 4];
     if (w->bits == 8) {
+        for (int64_t i = 0; i < n; i += 64) __builtin_prefetch(codes + 4 * w->width + i); /* rows are short */
         for (int64_t i = 0; i < n; i++) out[i] = codes[i] ^ (w->table ? 0 : 0x80);
         return;
     }
@@ -166,6 +167,14 @@ INLINE void NAME(micro_integers)(const uint32_t *sliver, int64_t apart, const ui
         }
 }
 
+/* Store n floats times `by` from y + at. */
+INLINE void NAME(store_scaled)(const float *restrict x, int64_t n, float by, void *restrict y, int64_t at, const int dtype) {
+    uint16_t *h = (uint16_t *)y + at;
+    if (dtype == F32) for (int64_t i = 0; i < n; i++) ((float *)y)[at + i] = x[i] * by;
+    else if (dtype == BF16) for (int64_t i = 0; i < n; i++) h[i] = to_bf16(x[i] * by);
+    else for (int64_t i = 0; i < n; i++) h[i] = to_f16(x[i] * by);
+}
+
 /* Multiply `group` rows of the weight with all of x. `bytes` is a constant. */
 INLINE void NAME(by_integers)(const Integers *p, int64_t unit, uint32_t *scratch, int bytes) {
     const Packed *w = &p->w;
@@ -241,8 +250,7 @@ INLINE void NAME(by_integers)(const Integers *p, int64_t unit, uint32_t *scratch
         for (int64_t r = 0; r < rows; r += LANES)
             NAME(turn)((uint32_t *)from + r * width, width, LANES, (uint32_t *)turned[0] + r, NAME(MOST_ROWS));
         for (int64_t i = 0; i < MIN(LANES, p->m - m); i++) {
-            for (int64_t r = 0; r < rows; r++) turned[i][r] *= p->scale[m + i];
-            NAME(halves)(turned[i], rows, p->dtype, p->y, (m + i) * w->rows + row);
+            BY_DTYPE(p->dtype, NAME(store_scaled), turned[i], rows, p->scale[m + i], p->y, (m + i) * w->rows + row);
         }
     }
 }

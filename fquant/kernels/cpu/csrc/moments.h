@@ -2,14 +2,36 @@
    block of packed moments are decoded and updated in one loop, and encoded in another, because a scale depends on the
    whole block. In between they stay in the nearest cache. Moments that are floats are read and written by the first. */
 
-/* Return the codes of n elements from `at` on, a byte each and vectors filled up; in `room` unless they are so. */
-static const uint8_t *NAME(codes_of)(const Moment *m, const State *s, int64_t at, int64_t n, uint8_t *room) {
+#ifdef LANES_BF16
+enum { NAME(GATHERS) = 0 }; /* entries64 is faster */
+#else
+enum { NAME(GATHERS) = 1 };
+#endif
+
+/* The n values at `at`, in units of their scale and filled up to whole vectors; x has room for 64 more. */
+static void NAME(decode_moment)(const Moment *m, const State *s, int64_t at, int64_t n, float *restrict x) {
     const uint8_t *codes = s->codes + at * m->bits / 8;
-    if (m->bits == 8 && n % LANES == 0) return codes;
-    if (m->bits == 4) for (int64_t i = 0; i < (n + 1) / 2; i++) room[2 * i] = codes[i] >> 4, room[2 * i + 1] = codes[i] & 15;
-    else for (int64_t i = 0; i < n; i++) room[i] = codes[i];
-    for (int64_t i = n; i < padded_to(n, LANES); i++) room[i] = 0;
-    return room;
+    int64_t i = 0;
+    if (m->bits == 4) {
+        Table32 t = NAME(table32)((const uint32_t *)m->table);
+        for (; i + 32 <= n; i += 32) NAME(lookup32)(codes + i / 2, t, (uint32_t *)x + i);
+        for (; i < n; i++) x[i] = m->table[i % 2 ? codes[i / 2] & 15 : codes[i / 2] >> 4];
+    } else {
+#ifdef LANES_BF16
+        for (; i < n; i += 64) {
+            __m512 v[4];
+            NAME(entries64)(m->planes, codes + i, MIN(64, n - i), v);
+            UNROLLED(k, 4) _mm512_storeu_ps(x + i + 16 * k, v[k]);
+        }
+#else
+        for (; i + LANES <= n; i += LANES) {
+            Lanes v = NAME(gather)(m->table, codes + i);
+            memcpy(x + i, &v, sizeof v);
+        }
+        for (; i < n; i++) x[i] = m->table[codes[i]];
+#endif
+    }
+    memset(x + n, 0, (size_t)(padded_to(n, LANES) - n) * 4);
 }
 
 /* The 8-bit codes of numbers in units of their scale, by the formula of a dynamic map; -1 means 0. */
@@ -47,14 +69,6 @@ INLINE Bits NAME(e4m3)(Lanes v) {
     Bits small = (Bits)((Lanes)u + 0x1p14f) - 0x46800000; /* steps of 2^-9, which are those of 2^14 */
     Bits code = (is_small & small) | (~is_small & normal);
     return code | (((Bits)v >> 24 & 0x80) & (Bits)((Ints)code > 0));
-}
-
-/* The numbers of four bits at `codes`, a byte each. */
-INLINE Lanes NAME(entry16)(const float *table, const uint8_t *codes) {
-    uint8_t c __attribute__((vector_size(LANES)));
-    memcpy(&c, codes, sizeof c);
-    Bits at = (Bits)__builtin_convertvector(c, Ints);
-    return NAME(either)((Bits)((Ints)at > 7), NAME(entry8)(table + 8, at), NAME(entry8)(table, at));
 }
 
 /* Encode n numbers of a block, filled up to whole vectors. */
@@ -136,7 +150,8 @@ static void NAME(drawn)(const Update *u, const float *restrict x, int64_t n, int
     }
 }
 
-typedef struct { const float *g, *p; const uint8_t *codes[2]; float *x[2], *out; } NAME(Chunk);
+/* Old and new moments; instead of old ones there may be codes of 8 bits, of which gathers wait beside divisions. */
+typedef struct { const float *g, *p, *old[2]; const uint8_t *codes[2]; float *x[2], *out; } NAME(Chunk);
 
 /* Update n elements of a chunk from `i` on, which share their scales; vectors are filled. Raise `top`, the largest
    magnitudes of the new moments as bits, among which NaN exceeds all. */
@@ -145,19 +160,19 @@ INLINE void NAME(updated)(const Update *u, NAME(Chunk) c, int64_t i, int64_t n, 
     const int two = rule <= ADAM;
     const float factor = u->rates[0], by1 = two ? u->rates[1] : 0, by2 = two ? u->rates[2] : 0;
     const float b1 = u->b1, rest1 = u->rest1, b2 = u->b2, rest2 = u->rest2, eps = u->eps, decay = u->decay;
-    const float *first = u->moments[0].table, *second = u->moments[1].table;
-    const int narrow = u->moments[0].bits, narrow2 = two ? u->moments[1].bits : 8;
     Ints top1 = top[0], top2 = top[1];
-#define DECODED(k, table, by) ((k ? narrow2 : narrow) == 4 ? NAME(entry16)(table, c.codes[k] + i) : NAME(gather)(table, c.codes[k] + i)) * by
+#define MOMENT(to, k)                                                                            \
+    if (NAME(GATHERS) && c.codes[k]) to = NAME(gather)(u->moments[k].table, c.codes[k] + i);     \
+    else memcpy(&to, c.old[k] + i, sizeof to);
     for (n += i; i < n; i += LANES) {
         Lanes g, p, change, mean, square = {0};
-        if (dense) memcpy(&mean, (const float *)c.codes[0] + i, sizeof mean);
-        else mean = DECODED(0, first, scale);
+        MOMENT(mean, 0)
+        if (!dense) mean = mean * scale;
         memcpy(&g, c.g + i, sizeof g), memcpy(&p, c.p + i, sizeof p);
         if (rule != ADAMW && rule != LION) g = g + decay * p;
         if (two) {
-            if (dense) memcpy(&square, (const float *)c.codes[1] + i, sizeof square);
-            else square = DECODED(1, second, scale2);
+            MOMENT(square, 1)
+            if (!dense) square = square * scale2;
             mean = b1 * mean + rest1 * g;
             square = b2 * square + rest2 * (g * g);
             memcpy(c.x[1] + i, &square, sizeof square);
@@ -183,7 +198,7 @@ INLINE void NAME(updated)(const Update *u, NAME(Chunk) c, int64_t i, int64_t n, 
         memcpy(c.x[0] + i, &mean, sizeof mean), memcpy(c.out + i, &change, sizeof change);
         if (!dense) top1 = NAME(greater)(top1, (Ints)mean & 0x7fffffff);
     }
-#undef DECODED
+#undef MOMENT
     top[0] = top1, top[1] = top2;
 }
 
@@ -196,12 +211,11 @@ INLINE float NAME(highest)(Ints v) {
 INLINE void NAME(step)(const Update *u, int64_t start, int64_t stop, const int rule, const int apply, const int dense) {
     float x[2][PIECE + 64] __attribute__((aligned(64)));
     float grads[PIECE + 64] __attribute__((aligned(64))), params[PIECE + 64] __attribute__((aligned(64)));
-    uint8_t room[2][PIECE + 64] __attribute__((aligned(64)));
     const int moments = rule <= ADAM ? 2 : 1, to = apply ? u->param_dtype : F32;
     const int64_t least = moments == 2 ? MIN(u->moments[0].block, u->moments[1].block) : u->chunk;
     for (int64_t at = start, n; at < stop; at += n) {
         n = MIN(u->chunk, stop - at);
-        NAME(Chunk) c = {(const float *)u->grad + at, (const float *)u->param + at, {0}, {x[0], x[1]}, (float *)u->out + at};
+        NAME(Chunk) c = {(const float *)u->grad + at, (const float *)u->param + at, {x[0], x[1]}, {0}, {x[0], x[1]}, (float *)u->out + at};
         int fills = n % LANES == 0, direct = fills && to == F32;
         const char *next_g = (const char *)u->grad + (at + AHEAD_OF) * size_of(u->grad_dtype);
         const char *next_p = (const char *)u->param + (at + AHEAD_OF) * size_of(u->param_dtype);
@@ -217,15 +231,16 @@ INLINE void NAME(step)(const Update *u, int64_t start, int64_t stop, const int r
         if (!direct) c.out = params; /* a vector is read before it is written */
         Ints top[2] = {{0}, {0}};
         for (int k = 0; k < moments && dense; k++) {
-            c.codes[k] = u->states[k].codes + at * 4;
-            if (fills) c.x[k] = (float *)u->states[k].new_codes + at;
-            else memcpy(x[k], c.codes[k], (size_t)n * 4), memset(x[k] + n, 0, LANES * 4), c.codes[k] = (uint8_t *)x[k];
+            const float *old = (const float *)u->states[k].codes + at;
+            if (fills) c.old[k] = old, c.x[k] = (float *)u->states[k].new_codes + at;
+            else memcpy(x[k], old, (size_t)n * 4), memset(x[k] + n, 0, LANES * 4);
         }
         if (dense) {
             NAME(updated)(u, c, 0, n, 1, 1, top, rule, apply, 1);
             for (int k = 0; k < moments && !fills; k++) memcpy(u->states[k].new_codes + at * 4, x[k], (size_t)n * 4);
         } else for (int k = 0; k < moments; k++) {
-            c.codes[k] = NAME(codes_of)(u->moments + k, u->states + k, at, n, room[k]);
+            if (NAME(GATHERS) && fills && u->moments[k].bits == 8) c.codes[k] = u->states[k].codes + at;
+            else NAME(decode_moment)(u->moments + k, u->states + k, at, n, x[k]);
         }
         for (int64_t i = 0; i < n && !dense; i += least) {
             float scales[2] = {0, 0};

@@ -148,6 +148,7 @@ enum { CELLS, SEGMENTS, FP8_CODES };       /* ways to 8-bit codes */
 enum { AHEAD_OF = 1024 };                  /* elements to prefetch ahead */
 typedef struct {
     const float *table;       /* f32[1 << bits] */
+    const uint8_t *planes;    /* u8[4, 256]: the table byte by byte; NULL for 4 bits */
     const float *thresholds;  /* f32[15]: 4 bits */
     const uint8_t *order;     /* u8[16]: 4 bits; NULL if the order is that of the codes */
     const float *segments;    /* f32[4, 8]: edges, slopes, starts and lasts of a dynamic map; or NULL */
