@@ -1,10 +1,12 @@
-"""Decomposition of an op that allocates inside: ``logsumexp`` as the ops that torch makes it of, on the host.
+"""Decomposition of ops that allocate inside, on the host, as torch computes them; bits are equal.
 
-    top = amax(x, dim, keepdim=True), or 0 where that is infinite
+    top = amax(x, dim, keepdim=True), or 0 where that is infinite      # logsumexp(x, dim)
     log(sum(exp(x - top), dim)) + top
 
-Inside the op ``exp(x - top)`` is as large as x, and neither the price of a step nor its memory plan knows of it. Bits
-are equal, because torch calls the same ops.
+    mm(clone(a), b)                                                    # mm(a, b), and addmm
+
+Inside ``logsumexp`` exp(x - top) is as large as x. A product copies an operand that BLAS cannot read, for example an
+expanded one. Neither the price of a step nor its memory plan knows of such memory, and the heap keeps holes of it.
 """
 
 import math
@@ -16,15 +18,34 @@ from torch.fx import Graph, Node
 from .. import graph as graphs
 
 _aten = torch.ops.aten
+_PRODUCTS: dict[Any, tuple[int, int]] = {_aten.mm.default: (0, 1), _aten.addmm.default: (1, 2)}  # indices of operands
 
 
 def decompose(graph: Graph) -> None:
-    """Replace each ``logsumexp`` of floating point tensors on the host."""
+    """Replace each ``logsumexp`` of floating point tensors on the host; copy operands that BLAS cannot read."""
     for node in graph.find_nodes(op="call_function", target=_aten.logsumexp.default):
         (x,) = graphs.tensors(node.all_input_nodes[0])
         if x.is_cpu and x.is_floating_point() and x.numel():
             graphs.replace_uses(node, _logsumexp(node, *node.args))
             graph.erase_node(node)
+    for op, operands in _PRODUCTS.items():
+        for node in graph.find_nodes(op="call_function", target=op):
+            for i in operands:
+                _copy_unreadable(node, i)
+
+
+def _copy_unreadable(product: Node, index: int) -> None:
+    operand: Any = product.args[index]
+    (x,) = graphs.tensors(operand)
+    if x.is_cpu and x.dtype in (torch.float32, torch.float64) and x.numel() and not _blas_reads(x):
+        kwargs = {"memory_format": torch.contiguous_format}
+        product.update_arg(index, graphs.insert_before(product, _aten.clone.default, (operand,), kwargs=kwargs))
+
+
+def _blas_reads(x: torch.Tensor) -> bool:
+    """Return True for a matrix of rows or columns that do not overlap, as torch's addmm demands of BLAS's operands."""
+    (down, across), (rows, columns) = x.stride(), x.shape
+    return (down == 1 and across >= rows) or (across == 1 and down >= columns)
 
 
 def _logsumexp(at: Node, x: Any, dims: Any, keepdim: bool = False) -> Node:

@@ -1,4 +1,4 @@
-"""Decomposition of logsumexp: the bits of the op, for infinite and missing values, any dims and layouts."""
+"""Decomposition: the bits of the op, for infinite and missing values, any dims and layouts; memory as predicted."""
 
 import math
 
@@ -52,3 +52,46 @@ def test_memory_is_predicted():
     x = torch.empty(512, 512, device="meta")
     price = cost(lambda x: torch.logsumexp(x, 0), x)
     assert 4 * 512 * 512 <= price.peak - price.arguments <= 1.02 * 4 * 512 * 512
+
+
+# --- operands of products ---------------------------------------------------------------------------------------------
+
+OPERANDS = {  # of [70 50] from an array by its dtype, and whether torch's product copies it
+    "rows": (lambda of: of(70, 50), False),
+    "columns": (lambda of: of(50, 70).mT, False),
+    "rows apart": (lambda of: of(70, 64)[:, 7:57], False),
+    "columns apart": (lambda of: of(64, 70)[7:57].mT, False),
+    "one row for all": (lambda of: of(50).expand(70, 50), True),
+    "one column for all": (lambda of: of(70, 1).expand(70, 50), True),
+    "one number": (lambda of: of(1, 1).expand(70, 50), True),
+    "every second column": (lambda of: of(70, 100)[:, ::2], True),
+    "overlapping rows": (lambda of: of(119).as_strided((70, 50), (1, 1)), True),
+}
+PRODUCTS = {
+    "mm": lambda a, b: a @ b,
+    "mm of columns": lambda a, b: b.mT @ a.mT,
+    "addmm": lambda a, b: torch.addmm(b.sum(0), a, b),
+    "gradient": lambda a, b: grad(lambda b: (a @ b).sin().sum())(b),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("product", PRODUCTS)
+@pytest.mark.parametrize("operand", OPERANDS)
+def test_an_operand_that_blas_cannot_read_is_copied_in_the_graph(operand, product, dtype):
+    of = lambda *shape: randn(*shape).to(dtype)
+    (make, copied), f, b = OPERANDS[operand], PRODUCTS[product], of(50, 30)
+    a = make(of)
+    captured = jit(f)
+    for _ in range(3):
+        assert same_bits(captured(a, b), f(a, b))
+    (trace,) = captured.traced.values()
+    clones = trace.module.graph.find_nodes(op="call_function", target=torch.ops.aten.clone.default)
+    assert bool(clones) == (copied and dtype != torch.bfloat16)
+
+
+def test_the_copy_of_an_operand_is_predicted():
+    """A product with rows that are all the same: its copy is as large as what it stands for."""
+    row, b = torch.empty(512, device="meta"), torch.empty(512, 8, device="meta")
+    price = cost(lambda row, b: row.expand(512, 512) @ b, row, b)
+    assert 4 * 512 * 512 <= price.peak - price.arguments <= 1.1 * 4 * 512 * 512
