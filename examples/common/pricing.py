@@ -7,8 +7,9 @@ read off its graph (fquant.compile.cost), and so are seconds (fquant.compile.roo
 
 *Layers* are alike, so every figure is extrapolated linearly from steps of four and of five layers. For memory, the peak
 of each phase and op is extrapolated, and the highest is the peak of the step. Seconds are extrapolated by kind. With
-offloaded blocks these are steps of six and seven, because a fetch begins up to two layers ahead. Where activations are
-chosen to be stashed layers differ, and the whole step is traced.
+offloaded blocks these are steps of six and seven, because a fetch begins up to two layers ahead, and for ordered sums
+too, whose adds fuse over two layers. Where activations are chosen to be stashed layers differ, and the whole step is
+traced. So it is if an ordered sum of a layer cannot be divided by the ranks, because its parts are filled up.
 
 *Counted* as memory are all tensors of the graph, and on a GPU the slab that a packed weight is decoded to. *Left out*
 are what libraries take for themselves, the device's context, and gaps between tensors in a memory plan. What is
@@ -16,6 +17,7 @@ offloaded counts as the host's.
 """
 
 import dataclasses
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -118,11 +120,14 @@ def price(
     """
     layers = job.cfg.num_layers
     found = []
-    few = layers if job.offload_activations else FEW + 2 * (job.offload is not None)
+    few = layers if job.offload_activations else FEW + 2 * (job.offload is not None or job.ordered)
     for size in (few, few + 1) if layers > few + 1 else (layers,):
         found.append(figures(dataclasses.replace(job, cfg=dataclasses.replace(job.cfg, num_layers=size)), axes, device))
         done()
     less, more = found[0], found[-1]
+    split = 4 * math.prod(axes.get(name, 1) for name in shard.Rules().batch)  # of float32, into as many parts
+    if job.ordered and len(found) > 1 and (more["adapters",] - less["adapters",]) % split:
+        return total(figures(job, axes, device))
     if less.keys() != more.keys():
         raise RuntimeError(f"layers are not alike: {min(less.keys() ^ more.keys())}; price the whole model")
     return total({name: less[name] + (layers - few) * (more[name] - less[name]) for name in less})
