@@ -3,6 +3,7 @@
     full(size, 3)                     # place.fill_(3)
     masked_fill(x, mask, 3)           # place.copy_(x); place.masked_fill_(mask, 3)
     select_backward(g, size, 0, 2)    # place.fill_(0); place.select(0, 2).copy_(g)
+    eye(size)                         # place.fill_(0); place.diagonal().fill_(1)
     stack([x, y], 1)                  # cat([x.unsqueeze(1), y.unsqueeze(1)], 1) into place
 
 torch computes the same by the same kernels, in memory that it allocates, so bits are equal.
@@ -27,7 +28,8 @@ _SCATTERS = {  # gradients of views, which are zero elsewhere
     _aten.select_backward.default: _aten.select.int, _aten.slice_backward.default: _aten.slice.Tensor,
     _aten.diagonal_backward.default: _aten.diagonal.default,
 }  # fmt: skip
-COMPOSED = frozenset((*_FILLS, *_VALUES, *_IN_PLACE, *_SCATTERS, _aten.stack.default))
+_EYES = (_aten.eye.default, _aten.eye.m)
+COMPOSED = frozenset((*_FILLS, *_VALUES, *_IN_PLACE, *_SCATTERS, *_EYES, _aten.stack.default))
 
 
 def compose(call: Node, place: Node) -> None:
@@ -46,8 +48,10 @@ def compose(call: Node, place: Node) -> None:
         _replace(call, _IN_PLACE[op], place, *args[1:])
     elif op in _SCATTERS:
         before(_aten.fill_.Scalar, place, 0)
-        _replace(call, _aten.copy_.default, before(_SCATTERS[op], place, *args[2:]), args[0])
-        call.meta = {name: value for name, value in call.meta.items() if name != "val"}  # it is a view that is returned
+        _replace_in_view(call, _aten.copy_.default, before(_SCATTERS[op], place, *args[2:]), args[0])
+    elif op in _EYES:
+        before(_aten.fill_.Scalar, place, 0)
+        _replace_in_view(call, _aten.fill_.Scalar, before(_aten.diagonal.default, place), 1)
     else:
         parts: Any = args[0]
         dim = args[1] if len(args) > 1 else 0
@@ -56,3 +60,8 @@ def compose(call: Node, place: Node) -> None:
 
 def _replace(call: Node, target: Any, *args: Any, **kwargs: Any) -> None:
     call.target, call.args, call.kwargs = target, args, kwargs
+
+
+def _replace_in_view(call: Node, target: Any, view: Node, value: Any) -> None:
+    _replace(call, target, view, value)
+    call.meta = {name: value for name, value in call.meta.items() if name != "val"}  # it is the view that is returned

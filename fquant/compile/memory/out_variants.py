@@ -25,6 +25,7 @@ _OURS = {f"fquant.{name}.default": name for name in OURS}
 UNSTRUCTURED = (  # ops that compute into their results and are not structured
     _aten.abs.default, _aten.where.self, _aten.index_select.default, _aten.logical_and.default,
     _aten.logical_or.default, _aten.logical_xor.default, _aten.logical_not.default,
+    _aten.linalg_solve_triangular.default,
 )  # fmt: skip
 RESIZED = (_aten.mse_loss.default, _aten.smooth_l1_loss.default)  # structured ops that compute elsewhere if reduced
 _STRUCTURED, _DEVICE = "CompositeExplicitAutogradNonFunctional", "CPU"  # keys of the dispatcher

@@ -25,6 +25,8 @@ CALLS = {
     _aten.select_backward.default: lambda x: _aten.select_backward(x[0], (3, 5), 0, -1),
     _aten.slice_backward.default: lambda x: _aten.slice_backward(x, (6, 12), 1, 1, 11, 2),
     _aten.diagonal_backward.default: lambda x: _aten.diagonal_backward(x[0], (7, 6), 1, 0, 1),
+    _aten.eye.default: lambda x: torch.eye(4, dtype=x.dtype),
+    _aten.eye.m: lambda x: torch.eye(3, 5, dtype=x.dtype),
     _aten.stack.default: lambda x: torch.stack([x.mT, x.mT * 2], dim=-1),
 }
 

@@ -112,7 +112,9 @@ def test_the_bits_of_those_that_are_named(op):
         "index_select": (x, 1, torch.tensor([3, 0, 3])),
         "abs": (x,),
         "logical_not": (mask,),
+        "linalg_solve_triangular": (x[:, :5].triu() + 9 * torch.eye(5), x),
     }
+    kwargs = {"upper": True} if op is torch.ops.aten.linalg_solve_triangular.default else {}
     with Compared() as compared:
-        op(*args.get(op.overloadpacket.__name__, (mask, x)))
+        op(*args.get(op.overloadpacket.__name__, (mask, x)), **kwargs)
     assert compared.calls[op] == 1 and not compared.wrong
