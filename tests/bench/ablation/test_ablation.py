@@ -1,9 +1,11 @@
 """The ablation of the capture: refusals, what a part is worth, and that every part keeps the bits."""
 
+from functools import partial
+
 import pytest
 import torch
 
-from tests.bench.ablation import __main__ as ablation
+from tests.bench import ablation
 from tests.bench.step import Figures, measure
 from tests.bench.step_sides import Shape
 
@@ -31,6 +33,12 @@ def test_what_a_part_is_worth():
     assert worth("without fusion", figures(0.9, 90), whole) == "neither"
     assert worth("without shared memory of ranks", figures(1.04, 90), whole) == "neither"
     assert worth("without shared memory of ranks", figures(1.06, 90), whole) == "time"
+
+
+def test_a_child_can_import_every_contestant():
+    """A spawned process does not import the ``__main__`` of a package, so what it runs is elsewhere."""
+    for name, side in ablation.sides(torch.float32).items():
+        assert isinstance(side.make, partial) and side.make.func.__module__ == "tests.bench.ablation", name
 
 
 def test_rows():
