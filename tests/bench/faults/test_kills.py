@@ -8,7 +8,7 @@ from tests.bench.faults import kills
 
 def check(found, count):
     assert found.failures == []
-    assert [wanted.what for wanted in faults.of_kills(found, count).wanted[:-1] if not wanted.met] == []
+    assert [wanted for wanted in faults.of_kills(found, count).wanted[:-1] if not wanted.met] == []
 
 
 def test_two_kills(tmp_path):
