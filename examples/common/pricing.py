@@ -8,8 +8,8 @@ read off its graph (fquant.compile.cost), and so are seconds (fquant.compile.roo
 *Layers* are alike, so every figure is extrapolated linearly from steps of four and of five layers. For memory, the peak
 of each phase and op is extrapolated, and the highest is the peak of the step. Seconds are extrapolated by kind. With
 offloaded blocks these are steps of six and seven, because a fetch begins up to two layers ahead. With ordered sums they
-are too, because adds fuse over two layers. The whole step is traced where layers differ: where activations are chosen to
-be stashed, or the ranks do not divide an ordered sum of a layer, whose parts are then filled up.
+are too, because adds fuse over two layers. The whole step is traced where layers differ: where activations are chosen
+to be stashed, or the ranks do not divide an ordered sum of a layer, whose parts are then filled up.
 
 *Counted* as memory are all tensors of the graph, and on a GPU the slab that a packed weight is decoded to. *Left out*
 are what libraries take for themselves, the device's context, and gaps between tensors in a memory plan. What is
