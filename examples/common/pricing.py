@@ -125,8 +125,8 @@ def price(
         found.append(figures(dataclasses.replace(job, cfg=dataclasses.replace(job.cfg, num_layers=size)), axes, device))
         done()
     less, more = found[0], found[-1]
-    split = 4 * math.prod(axes.get(name, 1) for name in shard.Rules().batch)  # of float32, into as many parts
-    if job.ordered and len(found) > 1 and (more["adapters",] - less["adapters",]) % split:
+    ranks = math.prod(axes.get(name, 1) for name in rules(job.offload).batch)
+    if job.ordered and len(found) > 1 and (more["adapters",] - less["adapters",]) // 4 % ranks:  # numbers of a layer
         return total(figures(job, axes, device))
     if less.keys() != more.keys():
         raise RuntimeError(f"layers are not alike: {min(less.keys() ^ more.keys())}; price the whole model")

@@ -1,6 +1,6 @@
 /* x · wᵀ of integers for few rows of x, bound by the read of the weight: bytes are multiplied as they are, 32 at a time,
    a row of the weight after the other, because one sequence of addresses is what the machine reads ahead best; machines
-   without AVX-512 do so without prefetches of ours. x, already quantised (integers.h), lies in the order of the codes. */
+   without AVX-512 do so without prefetches of ours. x, already quantised (quantized_rows.h), lies in the order of the codes. */
 
 #if defined(LANES_AVX2) || defined(LANES_AVX512)
 /* c + the products of unsigned and signed bytes, whose sums in pairs fit int16. */

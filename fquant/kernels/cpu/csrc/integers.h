@@ -212,8 +212,8 @@ INLINE void NAME(by_integers)(const Integers *p, int64_t unit, uint32_t *scratch
                 const int32_t *sums = p->sums ? p->sums + block * p->sums_apart[1] + j * PANEL : NULL;
                 const int by_tiles = NAME(TILES) && bytes;
                 for (int64_t top = 0; top < rows; top += TILED_ROWS) {
-                    int64_t high_at = j * PANEL * high, until = MIN(rows, top + TILED_ROWS);
-                    int32_t *kept = begins && ends ? open : open + high_at + top * width; /* the former is in the first cache */
+                    int64_t panel = j * PANEL * high, until = MIN(rows, top + TILED_ROWS);
+                    int32_t *kept = open + (begins && ends ? 0 : panel + top * width); /* 0: in the first cache */
                     if (by_tiles) {
                         NAME(add_byte_tiles)(sliver + top * APART + k, APART, until - top, x, vecs, steps, begins, kept);
                         if (!ends) continue;
@@ -222,7 +222,7 @@ INLINE void NAME(by_integers)(const Integers *p, int64_t unit, uint32_t *scratch
                         const uint32_t *from = sliver + r * APART + k;
                         const float *scale = scales + r * (blocks + 64) + block;
                         const float *zero = zeros ? zeros + r * (blocks + 64) + block : NULL;
-                        float *to = totals + high_at + r * width;
+                        float *to = totals + panel + r * width;
 #define KIND(N, B, E)                                                                                             \
     NAME(micro_integers)(from, APART, x, by_tiles ? 0 : steps, SUMS / N, MIN(N, VECS), bytes, B, E, kept, to, scale, \
                          zero, blocks + 64, sums, p->low, !block)

@@ -1,6 +1,6 @@
 /* Steps of optimisers, equal to reference/moments.py. A unit is a PIECE of the flattened parameter. Chunks of the larger
-   block of packed moments are decoded and updated in one loop, and encoded in another, because a scale depends on the
-   whole block. In between they stay in the nearest cache. Moments that are floats are read and written by the first. */
+   block of packed moments are decoded, updated, and encoded in a loop of its own, because a scale depends on the whole
+   block. In between they stay in the nearest cache. Moments that are floats are read and written by the update. */
 
 #ifdef LANES_BF16
 enum { NAME(GATHERS) = 0 }; /* entries64 is faster */
@@ -215,7 +215,8 @@ INLINE void NAME(step)(const Update *u, int64_t start, int64_t stop, const int r
     const int64_t least = moments == 2 ? MIN(u->moments[0].block, u->moments[1].block) : u->chunk;
     for (int64_t at = start, n; at < stop; at += n) {
         n = MIN(u->chunk, stop - at);
-        NAME(Chunk) c = {(const float *)u->grad + at, (const float *)u->param + at, {x[0], x[1]}, {0}, {x[0], x[1]}, (float *)u->out + at};
+        NAME(Chunk) c = {(const float *)u->grad + at, (const float *)u->param + at, {x[0], x[1]}, {0}, {x[0], x[1]},
+                         (float *)u->out + at};
         int fills = n % LANES == 0, direct = fills && to == F32;
         const char *next_g = (const char *)u->grad + (at + AHEAD_OF) * size_of(u->grad_dtype);
         const char *next_p = (const char *)u->param + (at + AHEAD_OF) * size_of(u->param_dtype);
