@@ -55,20 +55,22 @@ def rows(x: Bundle, ids: Tensor, group: dist.ProcessGroup, max_tokens: int, by_r
     """Return the rows of the table ``x`` for ``ids`` i[...], in their order; ``x`` has this rank's part of the bytes.
 
     It is not used on one device, and has no backward, because the table is a constant. A vmap maps the collectives, or
-    with ``by_row`` looks up the ids of all examples together, whose number may then differ between ranks. Raises
-    ValueError for more than ``max_tokens`` ids. At run time it raises IndexError on every rank if an id of any rank is
-    outside of the table.
+    with ``by_row`` looks up the ids of all examples together. Of the innermost vmap, over rows, ``max_tokens`` counts
+    all examples, whose number may differ between ranks. Of those around it, it counts one. Raises ValueError for more
+    than ``max_tokens`` ids. If an id of any rank is outside of the table, every rank raises IndexError at run time.
     """
-    look_up = _Together.apply if by_row else _look_up
-    found = look_up(x.bytes, ids, x.layout, group.group_name, max_tokens)
+    given = x.bytes, ids, x.layout, group.group_name, max_tokens
+    found = _Together.apply(*given, True) if by_row else _look_up(*given)
     return LookedUpRows(tree.unflatten(x.layout.structure, found), x.layout.buffers[0].shape[0])
 
 
 class _Together(torch.autograd.Function):
-    """:func:`_look_up` for all examples of a vmap at once."""
+    """:func:`_look_up` for all examples of a vmap at once, of which the next is that over rows if ``of_rows``."""
 
     @staticmethod
-    def forward(part: Tensor, ids: Tensor, layout: Layout, group: str, max_tokens: int) -> tuple[Tensor, ...]:
+    def forward(
+        part: Tensor, ids: Tensor, layout: Layout, group: str, max_tokens: int, of_rows: bool
+    ) -> tuple[Tensor, ...]:
         return _look_up(part, ids, layout, group, max_tokens)
 
     @staticmethod
@@ -77,14 +79,15 @@ class _Together(torch.autograd.Function):
 
     @staticmethod
     def vmap(
-        info: Any, in_dims: Any, part: Tensor, ids: Tensor, layout: Layout, group: str, max_tokens: int
+        info: Any, in_dims: Any, part: Tensor, ids: Tensor, layout: Layout, group: str, max_tokens: int, of_rows: bool
     ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
         outs = (0,) * len(layout.buffers)
         if in_dims[0] is not None:  # mapped tables: of each example its own rows
             of = partial(_look_up, layout=layout, group=group, max_tokens=max_tokens)
             return vmap(of, in_dims[:2])(part, ids), outs
-        found = _Together.apply(part, ids.movedim(in_dims[1], 0), layout, group, max_tokens)
-        return tuple(t.unflatten(0, (info.batch_size, t.shape[0] // info.batch_size)) for t in found), outs
+        ids, most = ids.movedim(in_dims[1], 0), max_tokens if of_rows else max_tokens * info.batch_size
+        found = _Together.apply(part, ids, layout, group, most, False)
+        return tuple(t.unflatten(0, (info.batch_size, math.prod(ids.shape[1:]))) for t in found), outs
 
 
 def _look_up(part: Tensor, ids: Tensor, layout: Layout, group: str, max_tokens: int) -> tuple[Tensor, ...]:

@@ -227,6 +227,8 @@ def jit(
         if captured.recordings is None and allocator.reuses_memory() and captured.device == HOST:
             captured = captured.laid_out()
             allocator.enable_reuse()
+            if captured.placed:  # now rather than at the second call, when results would lie between what it frees
+                captured.placed.module.real_recompile()  # type: ignore[operator]
             allocator.release()  # what the trace has freed
         result, traced[key] = replay(captured, tensors, run=Captured.first)
         return result

@@ -150,6 +150,25 @@ def test_what_is_refused():
     assert torch.equal(torch.stack(ranks.run(2, rows_for, [[7, 8]], False)), drawn(300, 24)[7:9].expand(2, -1, -1))
 
 
+def rows_of_runs(runs, most):
+    """Look up rows of several runs, under vmap; a rank has a row more than the one before."""
+    mesh, rules, n = shard.mesh(fsdp=3), Rules(), dist.get_rank() + 1
+    table = drawn(300, 24)
+    placed = shard.local(shard.place(table, {"": {"": "vocab embed"}}, rules, mesh))
+    comm = shard.comm(mesh, rules, tokens=most, by_row=True)
+    ids = torch.randint(0, 300, (runs, n, 5), generator=torch.Generator().manual_seed(n))
+    one = lambda placed, ids: embedding(ids, comm.rows(placed, ids))
+    two = vmap(vmap(one, (None, 0)), (None, 0))
+    for f, given in ((two, ids), (jit(two), ids), (vmap(two, (None, 0)), ids.expand(3, *ids.shape))):
+        assert torch.equal(f(placed, given), table[given])
+
+
+def test_runs_around_rows_have_room_of_their_own():
+    ranks.run(3, rows_of_runs, 2, 15)
+    with pytest.raises(ranks.RankFailure, match="30 tokens are looked up, and this comm is for at most 28 a rank"):
+        ranks.run(3, rows_of_runs, 2, 14)
+
+
 # --- a decoder --------------------------------------------------------------------------------------------------------
 
 

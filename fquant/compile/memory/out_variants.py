@@ -7,6 +7,7 @@ overload has a kernel of its own for the device. (Copies of views have the forme
 ops also compute there; they are named here, as are the ops of fquant. Tests compare the bits of all.
 """
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -57,18 +58,25 @@ def without_results(variant: Any) -> OpOverload | None:
 
 
 def describe(op: OpOverload, args: Any, kwargs: Any) -> Any:
-    """Return the results that an op of torch with an :func:`out_variant` gives, without values if it is structured.
+    """Return the results that an op of torch with an :func:`out_variant` gives, without values.
 
-    The kernel is that of all devices. torch's fake tensors have another, in Python, which may describe a wrong dtype.
+    The kernel of a structured op is that of all devices. torch's fake tensors have another, in Python, which may
+    describe a wrong dtype. So an op of ``UNSTRUCTURED`` is asked for the dtype, with zeros of one element in each
+    dimension.
     """
-    if op in UNSTRUCTURED:
-        return op(*args, **kwargs)
     like = lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
-    given: Any = map_aggregate((args, kwargs), lambda x: like(x) if isinstance(x, Tensor) else x)
+    given = _map_tensors(like, (args, kwargs))
+    if op in UNSTRUCTURED:
+        small = _map_tensors(lambda t: t.new_zeros([min(n, 1) for n in t.shape]), (args, kwargs))
+        return op(*given[0], **given[1]).to(op(*small[0], **small[1]).dtype)
     try:
         return op._op_dk(getattr(torch._C.DispatchKey, _STRUCTURED), *given[0], **given[1])
     except Exception:  # the last step of some kernels is in Python for meta tensors, and cannot take e.g. no rows
         return op(*args, **kwargs)
+
+
+def _map_tensors(f: Callable[[Tensor], Tensor], given: Any) -> Any:
+    return map_aggregate(given, lambda x: f(x) if isinstance(x, Tensor) else x)
 
 
 def result_names(variant: OpOverload) -> list[str]:

@@ -1,9 +1,9 @@
 """The memory plan of a captured graph: an offset in one piece of memory for every result, assigned before it runs.
 
 A graph says when each result is made and when it is last read. So memory is assigned once, as a compiler assigns
-registers: results that are never live together may share a place. Allocated one by one, the results of a step fragment
-the heap, which grows to a quarter more than it holds. Planned greedily by size, they need a few hundredths more than
-the peak of live bytes. (Pisarchyk & Lee 2020, "Efficient memory management for deep neural net inference".)
+registers: results that are never live together may share a place (``offsets.py``). Allocated one by one, the results
+of a step fragment the heap, which grows to a quarter more than it holds. Planned, they need a few hundredths more than
+the peak of live bytes.
 
 An op is planned through its out variant, if that computes there (``out_variants.py``), or composed there
 (``composed.py``). So are pointwise programs, and casts, which become copies. A view of a planned result is always the
@@ -26,16 +26,14 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.node import map_arg
 
-from ...device import HOST
 from ...kernels import dispatch
 from ...kernels.ops.pointwise import OP
 from .. import graph as graphs
 from .. import liveness
 from ..passes.reinplace import redirect
 from .composed import COMPOSED, compose
+from .offsets import Span, assign_offsets
 from .out_variants import out_variant, result_names
-
-ALIGNMENT = 64  # bytes: a cache line, and torch's own alignment
 
 _aten = torch.ops.aten
 _COPIES = (_aten._to_copy.default, _aten.clone.default)
@@ -195,7 +193,7 @@ def _assign_slots(graph: Graph, over: dict[Node, dict[int, Node]]) -> tuple[dict
     in_flight = [x for node in calls for x in (node, *graphs.read_nodes(node))]
     external = graphs.all_storages((*graph.find_nodes(op="placeholder"), *graphs.outputs(graph), *in_flight))
     last, results = liveness.last_uses(graph), list[tuple[Node, int]]()
-    spans = list[tuple[int, int, int]]()  # indices of maker and of last use, bytes
+    spans = list[Span]()
     for place, node in enumerate(graph.nodes):
         tensors = graphs.tensors(node) if _can_write_to(node) else []
         least = 0 if str(node.target) in _STEPS else 1  # bytes; moments in float32 have no scales
@@ -218,29 +216,6 @@ def _assign_slots(graph: Graph, over: dict[Node, dict[int, Node]]) -> tuple[dict
     for (node, i), offset in zip(results, offsets, strict=True):
         slots[node][i] = Slot(offset, graphs.tensors(node)[i])
     return slots, nbytes
-
-
-def assign_offsets(spans: Sequence[tuple[int, int, int]]) -> tuple[list[int], int]:
-    """Return offsets for ``spans`` (first, last, bytes), disjoint if they are live together, and the bytes of all.
-
-    The largest span is assigned first, each to the smallest gap that is large enough.
-    """
-    order = sorted(range(len(spans)), key=lambda i: (-spans[i][2], spans[i][0]))
-    assigned, offsets, total = torch.empty(4, len(spans), dtype=torch.int64, device=HOST), [0] * len(spans), 0
-    for count, i in enumerate(order):
-        first, last, nbytes = spans[i]
-        size = -(-nbytes // ALIGNMENT) * ALIGNMENT
-        begin, end, low, high = assigned[:, :count]
-        together = (begin <= last) & (end >= first)
-        low, by_offset = low[together].sort()
-        gap_starts = torch.cat([low.new_zeros(1), high[together][by_offset].cummax(0).values])
-        gaps = low - gap_starts[:-1]
-        room = torch.where(gaps >= size, gaps, torch.iinfo(torch.int64).max)
-        best = int(room.argmin()) if (gaps >= size).any() else -1  # behind all others
-        offsets[i] = int(gap_starts[best])
-        assigned[:, count] = torch.tensor([first, last, offsets[i], offsets[i] + size], dtype=torch.int64, device=HOST)
-        total = max(total, offsets[i] + size)
-    return offsets, total
 
 
 def _can_write_to(node: Node) -> bool:

@@ -5,8 +5,11 @@
 
     mm(clone(a), b)                                                    # mm(a, b), and addmm
 
+    in_layout_of(g, gelu_backward(clone(g), x))                        # gelu_backward(g, x)
+
 Inside ``logsumexp`` exp(x - top) is as large as x. A product copies an operand that BLAS cannot read, for example an
-expanded one. Neither the price of a step nor its memory plan knows of such memory, and the heap keeps holes of it.
+expanded one. oneDNN, which computes the gradient of ``gelu``, copies a gradient in another layout than x's, and the
+result back. Neither the price of a step nor its memory plan knows of such memory, and the heap keeps holes of it.
 """
 
 import math
@@ -32,6 +35,8 @@ def decompose(graph: Graph) -> None:
         for node in graph.find_nodes(op="call_function", target=op):
             for i in operands:
                 _copy_unreadable(node, i)
+    for node in graph.find_nodes(op="call_function", target=_aten.gelu_backward.default):
+        _in_one_layout(node)
 
 
 def _copy_unreadable(product: Node, index: int) -> None:
@@ -46,6 +51,33 @@ def _blas_reads(x: torch.Tensor) -> bool:
     """Return True for a matrix of rows or columns that do not overlap, as torch's addmm demands of BLAS's operands."""
     (down, across), (rows, columns) = x.stride(), x.shape
     return (down == 1 and across >= rows) or (across == 1 and down >= columns)
+
+
+def _in_one_layout(node: Node) -> None:
+    """Let a gradient of ``gelu`` be computed in the layout of its x, where oneDNN computes it.
+
+    Bits of the approximation by tanh, and of torch's own kernel, depend on the layout.
+    """
+    g: Any = node.args[0]
+    given, x = [graphs.tensors(argument)[0] for argument in node.all_input_nodes]
+    by_stride = sorted(range(given.ndim), key=given.stride, reverse=True)
+    alike = given.stride() == x.stride() or given.shape != x.shape or not x.numel()
+    theirs = torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled  # type: ignore[attr-defined]
+    theirs = theirs and node.kwargs.get("approximate", "none") == "none" and x.is_contiguous() and x.is_cpu
+    if alike or not theirs or not given.dtype == x.dtype == torch.float32:
+        return
+    if not given.permute(by_stride).is_contiguous():
+        return
+    dense = {"memory_format": torch.contiguous_format}
+
+    def call(op: Any, *args: Any, **kwargs: Any) -> Node:
+        return graphs.insert_before(node, op, args, kwargs=kwargs)
+
+    result = call(node.target, call(_aten.clone.default, g, **dense), *node.args[1:], **node.kwargs)
+    result = call(_aten.clone.default, call(_aten.permute.default, result, by_stride), **dense)
+    back = [by_stride.index(dim) for dim in range(given.ndim)]
+    graphs.replace_uses(node, call(_aten.permute.default, result, back))
+    node.graph.erase_node(node)
 
 
 def _logsumexp(at: Node, x: Any, dims: Any, keepdim: bool = False) -> Node:

@@ -37,7 +37,7 @@ PROGRAMS = {
         Program(dynamics.burgers, 40000, 1024),
         Program(dynamics.gaussian_process, 2000),
         Program(networks.low_rank_layers, 2048),
-        Program(networks.top_k_routing, 8000, 256),
+        Program(networks.top_k_routing, 22000, 256),
         Program(networks.pointwise_chain, 20000, 1024),
         Program(networks.graph_attention, 20000),
         Program(networks.variational_autoencoder, 25000),

@@ -105,7 +105,7 @@ def test_ranks_and_checkpointing_change_no_bit(mesh, mode, whole, tmp_path):
     assert status == 0, err
     found, wanted = ([s["loss"] for s in steps(folder)] for folder in (tmp_path / "run", out))
     assert found == wanted
-    same = [(folder / "adapter_model.safetensors").read_bytes() for folder in (tmp_path / "run", out)]
+    same = [(folder / "adapter" / "adapter_model.safetensors").read_bytes() for folder in (tmp_path / "run", out)]
     assert same[0] == same[1]
 
 

@@ -107,7 +107,8 @@ def test_a_damaged_file_of_a_run_is_refused(whole, tmp_path):
     """A thousand flipped bits and as many cuts, in all files that are read again."""
     out, draw = tmp_path / "run", random.Random(0)
     shutil.copytree(whole.out, out)
-    resumed, right = dataclasses.replace(whole, out=None, resume=out), run_folder.restored(Options, out / "run.json")
+    right = run_folder.restored(Options, out / "run.json")
+    resumed = dataclasses.replace(right, out=None, resume=out)
     read = {"adapter_model.safetensors": lambda path: adapters_in(path.parent.parent)}
     files = [*out.rglob("*.safetensors"), *out.rglob("manifest.json"), *[out / "run.json"] * 4]
     for i in range(2000):
@@ -125,7 +126,7 @@ def test_a_damaged_file_of_a_run_is_refused(whole, tmp_path):
             else:
                 assert run_folder.restored(Options, path) == right
         else:
-            with pytest.raises(ValueError, match=f"^{re.escape(str(path))}: "):
+            with pytest.raises(ValueError, match=f"(^|: ){re.escape(str(path))}: "):  # perhaps behind its manifest's
                 read.get(path.name, lambda path: last_state(path.parent))(path)
         path.write_bytes(raw)
 

@@ -81,11 +81,11 @@ def test_another_dtype_shape_or_view_raises(op):
         jit(lambda x: op(x * 2) * 3)(torch.randn(5, 7))
 
 
-@pytest.mark.parametrize("op", ["mm", "bmm", "addmm", "add", "sub", "mul", "div", "neg", "sqrt", "exp", "cat"])
+@pytest.mark.parametrize("op", ["mm", "bmm", "addmm", "add", "sub", "mul", "div", "neg", "abs", "sqrt", "exp", "cat"])
 @pytest.mark.parametrize("fuse", [True, False])
 def test_what_is_told_where_to_write_raises_for_another_dtype(op, fuse, monkeypatch):
     """An out variant would cast f64 to the f32 that torch described, without a trace of it."""
-    lie, args = Fake.dispatch, {"neg": 1, "sqrt": 1, "exp": 1, "addmm": 3}.get(op, 2)
+    lie, args = Fake.dispatch, {"neg": 1, "abs": 1, "sqrt": 1, "exp": 1, "addmm": 3}.get(op, 2)
 
     def lying(self, func, types, args=(), kwargs=None):
         made = lie(self, func, types, args, kwargs)

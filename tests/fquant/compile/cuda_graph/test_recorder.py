@@ -12,7 +12,7 @@ from fquant.compile import graph as graphs
 from fquant.compile import liveness
 from fquant.compile.cuda_graph import recorder_of
 from fquant.compile.cuda_graph.recorder import uncollected
-from fquant.compile.memory import plan
+from fquant.compile.memory.offsets import assign_offsets
 from fquant.compile.roofline import DEVICES, scratch
 from tests.helpers.arrays import equal
 from tests.helpers.cases import slow_after
@@ -67,7 +67,7 @@ def planned(graph):
             if nbytes and storage not in seen:
                 seen.add(storage)
                 spans.append((place, last[storage], nbytes))
-    return plan.assign_offsets(spans)[1]
+    return assign_offsets(spans)[1]
 
 
 def test_a_recorder_is_of_a_device():

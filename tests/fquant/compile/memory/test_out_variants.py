@@ -15,7 +15,14 @@ from torchgen.gen import parse_native_yaml
 from torchgen.model import SchemaKind
 
 from fquant import tree
-from fquant.compile.memory.out_variants import RESIZED, UNSTRUCTURED, out_variant, result_names, without_results
+from fquant.compile.memory.out_variants import (
+    RESIZED,
+    UNSTRUCTURED,
+    describe,
+    out_variant,
+    result_names,
+    without_results,
+)
 from tests.helpers.arrays import randn
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool)
@@ -104,8 +111,8 @@ def test_the_bits_are_those_of_the_op(dtype):
     assert not compared.wrong and len(compared.calls) > 60 and failed < 0.2 * len(op_db)
 
 
-@pytest.mark.parametrize("op", UNSTRUCTURED, ids=str)
-def test_the_bits_of_those_that_are_named(op):
+def given(op):
+    """Return arguments of one of the ops that are named."""
     x, mask = randn(5, 7), randn(5, 7, seed=1) > 0
     args = {
         "where": (mask, x, -x),
@@ -115,6 +122,33 @@ def test_the_bits_of_those_that_are_named(op):
         "linalg_solve_triangular": (x[:, :5].triu() + 9 * torch.eye(5), x),
     }
     kwargs = {"upper": True} if op is torch.ops.aten.linalg_solve_triangular.default else {}
+    return args.get(op.overloadpacket.__name__, (mask, x)), kwargs
+
+
+@pytest.mark.parametrize("op", UNSTRUCTURED, ids=str)
+def test_the_bits_of_those_that_are_named(op):
+    args, kwargs = given(op)
     with Compared() as compared:
-        op(*args.get(op.overloadpacket.__name__, (mask, x)), **kwargs)
+        op(*args, **kwargs)
     assert compared.calls[op] == 1 and not compared.wrong
+
+
+@pytest.mark.parametrize("op", UNSTRUCTURED, ids=str)
+def test_those_that_are_named_are_described_without_values(op):
+    args, kwargs = given(op)
+    result, described = op(*args, **kwargs), describe(op, args, kwargs)
+    assert described.is_meta and (described.shape, described.dtype) == (result.shape, result.dtype)
+    with Largest() as largest:
+        describe(op, args, kwargs)
+    assert largest.numel <= 1
+
+
+class Largest(TorchDispatchMode):
+    """Remembers the most elements of a result that has values."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        made = op(*args, **(kwargs or {}))
+        self.numel = max(self.numel, 0 if made.is_meta else made.numel())
+        return made

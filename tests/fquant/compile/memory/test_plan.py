@@ -5,13 +5,11 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch.profiler import profile
 
 from fquant import cost, jit, tree
 from fquant.compile import graph
-from fquant.compile.memory import allocator, plan
+from fquant.compile.memory import allocator
 from fquant.kernels import dispatch
 from tests.bench.timing import extra_bytes
 from tests.helpers import ranks
@@ -19,33 +17,6 @@ from tests.helpers.arrays import randn
 from tests.helpers.qlora_step import copied, equal, start, step, tokens_of
 
 pytestmark = pytest.mark.usefixtures("twice")
-
-Span = st.tuples(st.integers(0, 30), st.integers(0, 12), st.integers(1, 500)).map(lambda s: (s[0], s[0] + s[1], s[2]))
-
-
-def held(spans):
-    """Return the most bytes that are live at once."""
-    size = lambda n: -(-n // plan.ALIGNMENT) * plan.ALIGNMENT
-    return max(sum(size(n) for first, last, n in spans if first <= at <= last) for at in range(43))
-
-
-@given(st.lists(Span, min_size=1, max_size=25))
-@settings(max_examples=150, deadline=None)
-def test_what_is_there_together_lies_apart(spans):
-    offsets, total = plan.assign_offsets(spans)
-    assert all(offset % plan.ALIGNMENT == 0 for offset in offsets) and total >= held(spans)
-    at = list(zip(spans, offsets, strict=True))
-    assert max(offset + n for (*_, n), offset in at) <= total
-    for i, ((first, last, n), low) in enumerate(at):
-        for (other, until, size), begin in at[:i]:
-            assert last < other or until < first or low + n <= begin or begin + size <= low
-
-
-def test_places_are_used_again():
-    chain = [(i, i + 1, 1000) for i in range(20)]
-    assert plan.assign_offsets(chain)[1] == 2 * 1024
-    assert plan.assign_offsets([*chain, (0, 30, 64), (5, 5, 64)])[1] == 2 * 1024 + 2 * 64
-    assert plan.assign_offsets([]) == ([], 0)
 
 
 def placed(f):

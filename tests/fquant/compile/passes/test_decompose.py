@@ -95,3 +95,30 @@ def test_the_copy_of_an_operand_is_predicted():
     row, b = torch.empty(512, device="meta"), torch.empty(512, 8, device="meta")
     price = cost(lambda row, b: row.expand(512, 512) @ b, row, b)
     assert 4 * 512 * 512 <= price.peak - price.arguments <= 1.1 * 4 * 512 * 512
+
+
+# --- gradients of gelu ------------------------------------------------------------------------------------------------
+
+GRADIENTS = {  # of [4 6 5] from an array by its dtype, and whether oneDNN copies it
+    "as x": (lambda of: of(4, 6, 5), False),
+    "columns": (lambda of: of(4, 5, 6).mT, True),
+    "permuted": (lambda of: of(5, 4, 6).permute(1, 2, 0), True),
+    "rows apart": (lambda of: of(4, 6, 9)[..., 2:7], False),
+    "one for all": (lambda of: of(1, 6, 1).expand(4, 6, 5), False),
+}
+
+
+@pytest.mark.parametrize("approximate", ["none", "tanh"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("gradient", GRADIENTS)
+def test_a_gradient_of_gelu_is_computed_in_the_layout_of_its_x(gradient, dtype, approximate):
+    of = lambda *shape: randn(*shape, seed=len(shape)).to(dtype)
+    f = lambda g, x: torch.ops.aten.gelu_backward(g, x, approximate=approximate)
+    (make, copied), captured, x = GRADIENTS[gradient], jit(f), of(4, 6, 5)
+    g = make(of)
+    for _ in range(3):
+        assert same_bits(captured(g, x), f(g, x))
+    (trace,) = captured.traced.values()
+    (node,) = trace.module.graph.find_nodes(op="call_function", target=torch.ops.aten.gelu_backward.default)
+    moved = copied and dtype == torch.float32 and approximate == "none"
+    assert (node.args[0].meta["val"].stride() == x.stride()) == (gradient == "as x" or moved)
