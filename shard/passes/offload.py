@@ -66,13 +66,14 @@ offload_activations = OffloadActivations
 
 
 class _Choice:
-    """The bytes that are live at each node, the uses of tensors that may be copied, and the time of their copies."""
+    """The bytes that each node needs, the uses of tensors that may be copied, and the time of their copies."""
 
     def __init__(self, g: Graph, options: OffloadActivations) -> None:
         self.options, self.time = options, Timeline(g, options.device)
         self.nodes, self.begins = self.time.nodes, self.time.begins
         near = graph.storages_on_device(g) - graph.storages_offloaded(g)
-        self.live = torch.tensor([n for _, n, _ in liveness.walk_memory(g, near)], dtype=torch.int64, device=HOST)
+        live = [n + roofline.scratch(node, options.device) for node, n, _ in liveness.walk_memory(g, near)]
+        self.live = torch.tensor(live, dtype=torch.int64, device=HOST)
         self._read_uses(g, near)
 
     def _read_uses(self, g: Graph, near: set[int]) -> None:

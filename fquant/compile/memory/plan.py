@@ -117,8 +117,9 @@ def plan_memory(graph: Graph) -> MemoryPlan | None:
         value = tensors.get(str(node.target))
         return value.like if isinstance(value, Slot) else node.meta.get("val")
 
+    lazy = {node for node in new.nodes if any(map(dispatch.is_lazy, graphs.tensors(node)))}
     for node in new.nodes:
-        if not any(dispatch.is_lazy(t) for argument in node.all_input_nodes for t in graphs.tensors(argument)):
+        if lazy.isdisjoint(node.all_input_nodes):
             is_known = all(like(argument) is not None for argument in node.all_input_nodes)
             given = map_arg((node.args, node.kwargs), like) if is_known else None
             node.target = dispatch.direct(node.target, given) or node.target
@@ -132,9 +133,10 @@ def plan_memory(graph: Graph) -> MemoryPlan | None:
 def _sums_in_place(graph: Graph) -> set[Node]:
     """Return the sums over ranks that may be written over their addend: the graph made it, and reads it no more."""
     given = graphs.all_storages((*graph.find_nodes(op="placeholder"), *graph.find_nodes(op="get_attr")))
+    sums = {node for node in graph.nodes if str(node.target) == _SUM}
     found, later = set[Node](), dict[int, set[Node]]()  # readers of a storage behind the node
-    for node in reversed(graph.nodes):
-        if str(node.target) == _SUM:
+    for node in reversed(graph.nodes) if sums else ():
+        if node in sums:
             (addend,) = node.all_input_nodes
             ((storage, held),) = graphs.sizes(addend).items()
             alike = graphs.tensor_layouts(addend) == graphs.tensor_layouts(node) and held in graphs.sizes(node).values()
@@ -220,7 +222,8 @@ def _assign_slots(graph: Graph, over: dict[Node, dict[int, Node]]) -> tuple[dict
 
 def _can_write_to(node: Node) -> bool:
     """Return True if a node's op can compute into given tensors."""
-    if node.op != "call_function" or any(not t.is_cpu or t.dtype is torch.float64 for t in graphs.tensors(node)):
+    if node.op != "call_function":
         return False
     copies = node.target in _COPIES and set(node.kwargs) <= {"dtype", "layout", "device", "memory_format"}
-    return copies or node.target in COMPOSED or node.target is OP or out_variant(node.target) is not None
+    can = copies or node.target in COMPOSED or node.target is OP or out_variant(node.target) is not None
+    return can and all(t.is_cpu and t.dtype is not torch.float64 for t in graphs.tensors(node))

@@ -177,9 +177,10 @@ def test_stashed_activations_are_in_no_more_memory(alone):
 @pytest.mark.slow
 def test_a_card_that_is_too_small_stashes_more(alone):
     """The step then waits for copies, and its peak is near the room of the card; chains fused later add some."""
-    job, axes = dataclasses.replace(WIDE, offload_activations=True), {"fsdp": 1}
+    cfg, axes = dataclasses.replace(TINY, dim=2048, hidden=4096), {"fsdp": 1}  # products that decode 64 MiB at a time
+    job = dataclasses.replace(JOB, cfg=cfg, batch=2, seq=4096, offload_activations=True)
     hidden = price(job, axes, device=DEVICES["l4"])
-    room = hidden.base + (hidden.peak - hidden.base) * 3 // 4
+    room = hidden.base + (hidden.peak - hidden.base) * 9 // 10
     small = price(job, axes, device=dataclasses.replace(DEVICES["l4"], memory=int(room / training_step.ROOM) + 1))
     assert small.peak < 1.06 * room < hidden.peak and small.stashed > hidden.stashed
     assert hidden.predicted is not None and small.predicted is not None
@@ -271,7 +272,7 @@ def test_predicted_is_what_training_sends(mesh, model, text, capsys):  # noqa: F
     options = Options(model=model, data=text, mesh=mesh, rank=4, seq=32, batch=4, holdout=4, steps=4, checkpoint="full")
     found = ranks.run(size, trained, options, axes, timeout=240)
     shard.close()
-    args = ["--rank", "4", "--seq", "32", "--batch", str(4 // size)]
+    args = ["--rank", "4", "--seq", "32", "--batch", str(4 // size), "--device", "cpu"]  # where sums are ordered
     assert plan.main(["--model", str(model), "--mesh", mesh, *args, "--json"]) == 0
     price = json.loads(capsys.readouterr().out)["price"]
     sent = sum(c["sent"] for c in price["collectives"])

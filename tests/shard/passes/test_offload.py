@@ -177,6 +177,14 @@ def test_room_is_worth_waiting():
     assert not flights(offloaded(before, slow(1e7)))
 
 
+def test_room_is_for_what_kernels_take_too(monkeypatch):
+    before = plain()
+    wanted = flights(offloaded(before, slow(1e7, room=near_peak(before) - 2 * WIDE)))
+    monkeypatch.setattr(roofline, "scratch", lambda node, device: 2 * WIDE)
+    found = flights(offloaded(before, slow(1e7, room=near_peak(before))))
+    assert len(found) == len(wanted) > 0
+
+
 # --- any program ------------------------------------------------------------------------------------------------------
 
 
