@@ -59,7 +59,7 @@ def _in_one_layout(node: Node) -> None:
     Bits of the approximation by tanh, and of torch's own kernel, depend on the layout.
     """
     g: Any = node.args[0]
-    given, x = [graphs.tensors(argument)[0] for argument in node.all_input_nodes]
+    given, x = [graphs.tensors(argument)[0] for argument in node.args[:2]]  # type: ignore[arg-type]
     by_stride = sorted(range(given.ndim), key=given.stride, reverse=True)
     alike = given.stride() == x.stride() or given.shape != x.shape or not x.numel()
     theirs = torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled  # type: ignore[attr-defined]

@@ -122,3 +122,8 @@ def test_a_gradient_of_gelu_is_computed_in_the_layout_of_its_x(gradient, dtype, 
     (node,) = trace.module.graph.find_nodes(op="call_function", target=torch.ops.aten.gelu_backward.default)
     moved = copied and dtype == torch.float32 and approximate == "none"
     assert (node.args[0].meta["val"].stride() == x.stride()) == (gradient == "as x" or moved)
+
+
+def test_a_gradient_of_gelu_that_is_its_x():
+    f, x = lambda x: torch.ops.aten.gelu_backward(x, x), randn(4, 6)
+    assert same_bits(jit(f)(x), f(x))
