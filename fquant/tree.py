@@ -18,7 +18,6 @@ The *path* of a leaf is the field names, keys and indices that lead to it, joine
 
 import contextlib
 import dataclasses
-import itertools
 import re
 from collections import namedtuple
 from collections.abc import Callable, Iterator
@@ -160,12 +159,6 @@ def unflatten(structure: Structure, leaves: Any) -> Any:
     return pytree.tree_unflatten(leaves, structure)
 
 
-def parts(structure: Structure, leaves: list[Any]) -> list[list[Any]]:
-    """Split the ``leaves`` of a tree of ``structure`` into one list for each of its children."""
-    ends = list(itertools.accumulate(child.num_leaves for child in structure.children()))
-    return [leaves[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
-
-
 def path_of(keys: Any) -> str:
     """Return the dotted path of one of torch's key paths."""
     return ".".join(str(getattr(k, "key", getattr(k, "idx", getattr(k, "name", None)))) for k in keys)
@@ -219,6 +212,12 @@ def children(x: Any) -> list[tuple[str, Any]] | None:
     """Return ``(name, child)`` one level down, or None if ``x`` is a leaf."""
     kind = _kind(x)
     return None if kind is None else [(path_of([key]), child) for key, child in kind.flatten_with_keys_fn(x)[0]]
+
+
+def flatten_once(x: Any) -> tuple[Any, Any] | None:
+    """Return the children of ``x`` and what else its structure has, such as keys, or None if ``x`` is a leaf."""
+    kind = _kind(x)
+    return None if kind is None else kind.flatten_fn(x)
 
 
 def map_children(f: Callable[[str, Any], Any], x: Any) -> Any:

@@ -22,10 +22,19 @@ from torch import Tensor
 from .. import tree
 from ..device import HOST
 from . import closure as closures
+from .arguments import Structure
 from .closure import Closure, Value, freeze
 from .retraces import Change
 
 _AUTOCAST_DEVICES = (HOST.type, "cuda", "xpu", "mps")
+_ATTENTION = [getattr(torch._C, f"_get_{kind}_sdp_enabled") for kind in ("math", "flash", "mem_efficient", "cudnn")]
+AMBIENT = (  # what of torch's state decides
+    "torch's default dtype",
+    "torch's default device",
+    "autocast",
+    "whether torch's algorithms are deterministic",
+    "the kinds of attention that torch may use",
+)
 
 
 def is_plain(t: Tensor) -> bool:
@@ -56,33 +65,27 @@ def unhashable(name: str, bound: Any) -> TypeError:
             hash(leaf)
         except TypeError:
             return TypeError(f"{path} is a {type(leaf).__name__}, neither a tensor nor hashable; use a frozen value")
-    return TypeError(f"{name}: the structure of the arguments is not hashable")
+    return TypeError(f"{name}: an argument is not hashable")
 
 
 class Key(NamedTuple):
     """The guards of a trace; hashable if the leaves are."""
 
-    structure: tree.Structure
+    structure: Structure
     kinds: tuple[Any, ...]  # of the leaves
     donated: tuple[bool, ...]  # for each tensor
-    ambient: tuple[tuple[str, Any], ...]  # the state of torch, by name
+    ambient: tuple[Any, ...]  # the values of AMBIENT
     closure: int  # version of the values that the function closes over
     sizes: tuple[int, ...] = ()  # that dynamic arguments are padded to
 
 
-def key_of(structure: tree.Structure, leaves: Sequence[Any], donated: tuple[bool, ...], closure: int) -> Key:
+def key_of(structure: Structure, leaves: Sequence[Any], donated: tuple[bool, ...], closure: int) -> Key:
     """Return the key of a call in torch's present state."""
     devices = _AUTOCAST_DEVICES if torch._C._is_any_autocast_enabled() else ()  # type: ignore[attr-defined]
     autocast = tuple((kind, torch.get_autocast_dtype(kind)) for kind in devices if torch.is_autocast_enabled(kind))
-    attention = (getattr(torch._C, f"_get_{x}_sdp_enabled")() for x in ("math", "flash", "mem_efficient", "cudnn"))
     device = torch.get_default_device() if torch._C._is_torch_function_mode_enabled() else None  # it is such a mode
-    ambient = (
-        ("torch's default dtype", torch.get_default_dtype()),
-        ("torch's default device", device),
-        ("autocast", autocast),
-        ("whether torch's algorithms are deterministic", torch.are_deterministic_algorithms_enabled()),
-        ("the kinds of attention that torch may use", tuple(attention)),
-    )
+    attention = tuple([is_allowed() for is_allowed in _ATTENTION])
+    ambient = (torch.get_default_dtype(), device, autocast, torch.are_deterministic_algorithms_enabled(), attention)
     return Key(structure, tuple(map(_kind, leaves)), donated, ambient, closure)
 
 
@@ -95,10 +98,10 @@ def differences(paths: Sequence[str], before: Iterable[Key], now: Key, closure: 
 
 def _differences(paths: Sequence[str], before: Key, now: Key, closure: Closure) -> list[Change]:
     if now.structure != before.structure:
-        text = f"the structure of the arguments is {now.structure}, and was {before.structure}"
+        text = f"the structure of the arguments is ({now.structure}), and was ({before.structure})"
         return [Change("the structure of the arguments", text)]
     pairs = [(path, *each, _text) for path, *each in zip(paths, before.kinds, now.kinds, strict=False)]
-    pairs += [(name, old, new, str) for (name, old), (_, new) in zip(before.ambient, now.ambient, strict=True)]
+    pairs += [(*each, str) for each in zip(AMBIENT, before.ambient, now.ambient, strict=True)]
     found = [
         Change(name, f"{name} is {text(new)}, and was {text(old)}") for name, old, new, text in pairs if old != new
     ]

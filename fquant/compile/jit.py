@@ -39,13 +39,13 @@ from typing import Any, ParamSpec, TypedDict, TypeVar, Unpack, overload
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.fx import Graph
 
 from .. import tree
 from ..autodiff import is_dual
 from ..device import HOST
 from ..kernels.dispatch import is_lazy
 from . import collective_check, graph, guards, roofline
+from .arguments import Structure, binder, flatten
 from .closure import Closure, may_change
 from .cuda_graph import Recordings, describe, recorder_of, refuse, synchronises
 from .dynamic_sizes import Jit, Padded, Padding, Prepared
@@ -53,6 +53,7 @@ from .guards import Key, key_of
 from .memory import allocator
 from .passes.donate import written_over
 from .retraces import Retraces
+from .torch_compile import compiled
 from .trace import _TRACING, Captured, apply, fn_name, signature_of, trace
 from .tracing.retarget import device_of
 from .tracing.tracer import is_traced
@@ -122,6 +123,7 @@ def jit(
     if cuda_graph not in ("auto", True, False):
         raise ValueError(f"jit: cuda_graph is {cuda_graph!r}; wanted 'auto', True or False")
     signature, name = signature_of(fn), fn_name(fn)
+    by_name = binder(signature)
     if unknown := [parameter for parameter in donate if parameter not in signature.parameters]:
         raise ValueError(f"jit: donate names {', '.join(unknown)}; {name} has {', '.join(signature.parameters)}")
     graph.check(passes)
@@ -130,8 +132,8 @@ def jit(
 
     @functools.wraps(fn)
     def call(*args: Any, **kwargs: Any) -> Any:
-        bound = signature.bind(*args, **kwargs).arguments
-        leaves, structure = tree.flatten(bound)
+        bound = by_name(args, kwargs)
+        leaves, structure = flatten(bound)
         if _is_inside([leaf for leaf in leaves if isinstance(leaf, Tensor)]):
             return fn(*args, **kwargs)
         return padding(bound, leaves, structure) if padding else run(prepare(bound, leaves, structure))
@@ -141,9 +143,10 @@ def jit(
         if not all(map(guards.is_plain, tensors)):
             guards.check(name, bound)
         if any(map(is_lazy, tensors)):
-            leaves = [leaf.clone() if isinstance(leaf, Tensor) and is_lazy(leaf) else leaf for leaf in leaves]
-            bound, tensors = tree.unflatten(structure, leaves), [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        key, donated, objects = key_for(bound, leaves, structure, tensors)
+            bound = tree.map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) and is_lazy(leaf) else leaf, bound)
+            leaves, structure = flatten(bound)
+            tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        key, donated, objects = key_for(leaves, structure, tensors, bound)
         return Prepared(bound, tensors, donated, key._replace(sizes=sizes) if sizes else key, objects)
 
     def run(given: Prepared) -> Any:
@@ -158,8 +161,10 @@ def jit(
                 found = traced[given.key]
         return replay(found, given.tensors)
 
-    def key_for(bound: Any, leaves: Any, structure: Any, tensors: list[Tensor]) -> tuple[Key, Collection[int], Any]:
-        donated = written_over(dict(zip(bound, tree.parts(structure, leaves), strict=True)), donate)
+    def key_for(
+        leaves: list[Any], structure: Structure, tensors: list[Tensor], bound: Any
+    ) -> tuple[Key, Collection[int], Any]:
+        donated = written_over(structure.parts(leaves), donate) if donate else ()
         opens = len(tensors) < len(leaves) and any(map(may_change, leaves))
         objects = [item for item in tree.items(bound) if may_change(item[1])] if opens else ()
         flags = tuple(id(t) in donated for t in tensors) if donate else ()
@@ -177,18 +182,18 @@ def jit(
         known: dict[Key, Captured] = {}
 
         def run_rest(**rest: Any) -> Any:
-            tensors, structure = tree.flatten(rest)
+            tensors, structure = flatten(rest)
             usual = all(isinstance(t, Tensor) and guards.is_plain(t) and not is_lazy(t) for t in tensors)
             if not usual or _is_inside(tensors):
                 return call(**fixed, **rest)
-            parts = dict(zip(rest, tree.parts(structure, tensors), strict=True))
-            donated = written_over(parts, donate) - ids
+            parts = structure.parts(tensors)
+            donated = written_over(parts, donate) - ids if donate else ()
             flags = tuple(id(t) in donated for t in tensors)
             key = key_of(structure, tensors, flags, closure.version(objects))
             bound = signature.bind(**fixed, **rest).arguments
             if (found := known.get(key)) is None:
-                leaves, whole = tree.flatten(bound)
-                found = traced.get(key_for(bound, leaves, whole, [t for t in leaves if isinstance(t, Tensor)])[0])
+                leaves, whole = flatten(bound)
+                found = traced.get(key_for(leaves, whole, [t for t in leaves if isinstance(t, Tensor)], bound)[0])
                 if found is None:
                     return call(**fixed, **rest)
                 known[key] = found
@@ -218,12 +223,10 @@ def jit(
         records = functools.partial(_with_recordings, name=name, cuda_graph=cuda_graph, traces=traces)
         key = key._replace(closure=closure.ignore_changes(key.closure, objects))
         if compile:
-            backend = "inductor" if compile is True else compile
-            captured.module.real_recompile()  # type: ignore[operator]  # which Dynamo does not look into
-            module: Any = torch.compile(captured.module, backend=backend, fullgraph=True)
-            traced[key] = records(dataclasses.replace(captured, module=module), captured.module.graph)
+            run = compiled(captured.module, "inductor" if compile is True else compile)
+            traced[key] = records(dataclasses.replace(captured, compiled=run))
             return replay(traced[key], tensors)
-        captured = records(captured, captured.module.graph)
+        captured = records(captured)
         if captured.recordings is None and allocator.reuses_memory() and captured.device == HOST:
             captured = captured.laid_out()
             allocator.enable_reuse()
@@ -251,13 +254,13 @@ def bind(captured: Callable[..., R], **fixed: Any) -> Callable[..., R]:
 
 
 def _with_recordings(
-    captured: Captured, g: Graph, name: str, cuda_graph: bool | str, traces: Callable[..., Captured]
+    captured: Captured, name: str, cuda_graph: bool | str, traces: Callable[..., Captured]
 ) -> Captured:
-    """Return ``captured``, which runs ``g``, with recordings if its device can record and every op can be recorded.
+    """Return ``captured`` with recordings if its device can record and every op can be recorded.
 
     ``traces`` traces again, to find the lines of ops that cannot be recorded.
     """
-    recorder = recorder_of(captured.device) if cuda_graph else None
+    g, recorder = captured.module.graph, recorder_of(captured.device) if cuda_graph else None
     if recorder is None and cuda_graph is True:
         fix = "wanted those of CUDA; move them, or let cuda_graph be 'auto'"
         raise TypeError(f"jit({name}): cuda_graph is True, and its tensors are on {captured.device}; {fix}")
@@ -266,7 +269,8 @@ def _with_recordings(
     elif recorder is not None:
         agree = collective_check.all_gather_numbers if captured.collectives else None
         scratch = functools.partial(roofline.scratch, device=roofline.of(captured.device))
-        recordings = Recordings(captured.module, g, captured.paths, recorder, name, cuda_graph is True, agree, scratch)
+        run = captured.compiled or captured.module
+        recordings = Recordings(run, g, captured.paths, recorder, name, cuda_graph is True, agree, scratch)
         return dataclasses.replace(captured, recordings=recordings)
     return captured
 
@@ -278,5 +282,6 @@ def _is_inside(tensors: list[Tensor]) -> bool:
         or torch._C._are_functorch_transforms_active()
         or is_traced()
         or torch.is_anomaly_enabled()
-        or any(isinstance(t, FakeTensor) or is_dual(t) for t in tensors)
+        or any(type(t) is not Tensor and isinstance(t, FakeTensor) for t in tensors)
+        or any(map(is_dual, tensors))
     )

@@ -51,10 +51,12 @@ class Captured:
     device: torch.device = HOST  # of its tensors
     placed: plan.MemoryPlan | None = None  # the graph with a memory plan
     recordings: Recordings | None = None  # on devices that can record
+    compiled: Callable[..., Any] | None = None  # the graph as torch.compile runs it
 
     def __call__(self, *tensors: Tensor, interpret: allocator.Interpret = lambda module: module) -> Any:
         """Replay the graph, and retire the donated tensors; ``interpret`` returns the function that runs a module."""
-        run: Callable[[], Any] = functools.partial(allocator.run_planned, self.placed, self.module, tensors, interpret)
+        module = self.compiled or self.module
+        run: Callable[[], Any] = functools.partial(allocator.run_planned, self.placed, module, tensors, interpret)
         if self.recordings is not None:
             run = self.recordings.ready(tensors, run)  # before anything is donated, because it may raise
         modules = [self.module, self.placed.module] if self.placed else [self.module]

@@ -24,11 +24,11 @@ ALL = [
 SOME = ("grad", "vmap_all", "jvp", "grad_grad")
 
 
-def replays(f, thetas, *rest):
-    """Check that ``f`` captured equals ``f``, for these values and others, by one trace."""
-    captured, other = jit(f), tree.map(lambda t: t * 0.7 if t.is_floating_point() else t, thetas)
+def replays(f, thetas, *rest, same=equal, **options):
+    """Check that ``f`` captured with options is the ``same`` as ``f``, for these values and others, by one trace."""
+    captured, other = jit(f, **options), tree.map(lambda t: t * 0.7 if t.is_floating_point() else t, thetas)
     first, second = captured(thetas, *rest), captured(other, *rest)
-    assert equal(first, f(thetas, *rest)) and equal(second, f(other, *rest)) and not equal(first, second)
+    assert same(first, f(thetas, *rest)) and same(second, f(other, *rest)) and not same(first, second)
     assert len(captured.traced) == 1
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ... import tree
 from .. import collective_check, guards
+from ..arguments import Structure, flatten
 from ..trace import Captured
 from .results import cut, growing
 from .sizes import DynamicSize, Padded, holds, next_size, pad
@@ -28,7 +29,7 @@ class Prepared(NamedTuple):
 class Jit(NamedTuple):
     """The parts of a captured function that padding calls."""
 
-    prepare: Callable[..., Prepared]  # (arguments, *tree.flatten(arguments), the sizes that they are padded to)
+    prepare: Callable[..., Prepared]  # (arguments, *flatten(arguments), the sizes that they are padded to)
     run: Callable[[Prepared], Any]
     trace: Callable[[dict[str, Any]], Captured]  # which donates nothing
     replay: Callable[[Captured, list[Tensor], str], Any]  # by a name
@@ -73,13 +74,15 @@ class Padding:
             if self._sizes.setdefault(padded.size.name, padded.size) != padded.size:
                 raise ValueError(f"jit: dynamic has two sizes called {padded.size.name!r}; use one, or two names")
 
-    def __call__(self, bound: dict[str, Any], leaves: list[Any], structure: tree.Structure) -> Any:
+    def __call__(self, bound: dict[str, Any], leaves: list[Any], structure: Structure) -> Any:
         """Return the result for arguments by parameter, which are padded for it; it is cut."""
         sizes = self._agreed(bound)
         to = {name: size.to for name, size in sizes.items()}
         padded = self._padded(bound, to)
-        parts = zip(padded.items(), tree.parts(structure, leaves), strict=True)  # flattening all takes milliseconds
-        flat = itertools.chain(*(tree.leaves(x) if name in self._parameters else part for (name, x), part in parts))
+        parts = structure.parts(leaves)  # because flattening all takes milliseconds
+        flat = itertools.chain(
+            *(tree.leaves(x) if each in self._parameters else parts[each] for each, x in padded.items())
+        )
         prepared = self._jit.prepare(padded, list(flat), structure, tuple(to.values()))
         try:
             known = self._learnt[prepared.key]
@@ -100,7 +103,7 @@ class Padding:
         return result
 
     def _prepared(self, bound: dict[str, Any], sizes: Mapping[str, _Measured]) -> Prepared:
-        return self._jit.prepare(bound, *tree.flatten(bound), tuple(size.to for size in sizes.values()))
+        return self._jit.prepare(bound, *flatten(bound), tuple(size.to for size in sizes.values()))
 
     def _alone(self, name: str, sizes: Mapping[str, _Measured], bound: dict[str, Any]) -> Prepared:
         """Prepare a call without the padding of the size ``name``; others are padded."""

@@ -28,7 +28,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule
 from torch.fx.node import map_arg
 
 from ...device import HOST
@@ -37,7 +36,7 @@ from .. import graph as graphs
 from .plan import MemoryPlan, Slot
 
 VARIABLE = "FQUANT_ALLOCATOR"
-Interpret = Callable[[GraphModule], Callable[..., Any]]
+Interpret = Callable[[Any], Callable[..., Any]]  # what runs a module, given that
 IN_USE = threading.Lock()  # held by the replay that computes in the mapping
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of mallopt, in malloc.h
 _OPTIONS = ((_TRIM_THRESHOLD, -1), (_MMAP_THRESHOLD, 32 * 2**20))
@@ -62,7 +61,9 @@ def enable_reuse() -> bool:
     return libc is not None and all(libc.mallopt(option, value) for option, value in _OPTIONS)
 
 
-def run_planned(plan: MemoryPlan | None, module: GraphModule, tensors: Sequence[Tensor], interpret: Interpret) -> Any:
+def run_planned(
+    plan: MemoryPlan | None, module: Callable[..., Any], tensors: Sequence[Tensor], interpret: Interpret
+) -> Any:
     """Run the memory-planned graph; run ``module`` if a dispatch mode is active or the memory is in use."""
     if plan is None or torch._C._len_torch_dispatch_stack() or not IN_USE.acquire(blocking=False):
         return interpret(module)(*tensors)

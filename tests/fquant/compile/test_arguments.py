@@ -1,0 +1,116 @@
+"""Leaves and structures of arguments are those of torch's pytree, and arguments by name those of ``inspect``."""
+
+import inspect
+from collections import OrderedDict, defaultdict, deque, namedtuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fquant import INT8, NF4, Packed, jit, lora, quantize, tree
+from fquant.compile.arguments import binder, flatten
+
+Pair = namedtuple("Pair", "a b")
+Other = namedtuple("Other", "a b")
+
+
+@tree.node
+class Box:
+    inside: object
+    beside: object
+    label: str = tree.static()
+
+
+X = torch.zeros(1)
+LEAVES = st.sampled_from([X, torch.nn.Parameter(X), None, 1, 2.5, "text", frozenset([1])])
+KEYS = st.sampled_from(["a", "b", 0])
+
+
+def containers(inner):
+    """Return trees whose children are ``inner``."""
+    few = st.lists(inner, max_size=3)
+    pairs = st.lists(st.tuples(KEYS, inner), max_size=3)
+    return st.one_of(
+        few,
+        few.map(tuple),
+        few.map(deque),
+        pairs.map(dict),
+        pairs.map(OrderedDict),
+        pairs.map(lambda x: defaultdict(list, x)),
+        *(st.tuples(inner, inner).map(lambda x, kind=kind: kind(*x)) for kind in (Pair, Other)),
+        st.tuples(inner, inner, st.sampled_from("pq")).map(lambda x: Box(*x)),
+        st.tuples(inner, inner).map(lambda x: torch.return_types.max(x)),
+    )
+
+
+TREES = st.recursive(LEAVES, containers, max_leaves=8)
+ARGUMENTS = st.dictionaries(st.sampled_from("xyz"), TREES, max_size=3)
+
+
+@given(ARGUMENTS, ARGUMENTS)
+@settings(max_examples=400, deadline=None)
+def test_leaves_and_equality_are_those_of_the_pytree(first, second):
+    (leaves, structure), (_, other) = flatten(first), flatten(second)
+    wanted, spec = tree.flatten(first)
+    assert len(leaves) == len(wanted) and all(a is b for a, b in zip(leaves, wanted, strict=True))
+    assert (structure == other) == (spec == tree.structure(second))
+    assert structure == flatten(tree.map(lambda x: x, first))[1] and structure != spec
+    if structure == other:
+        assert hash(structure) == hash(other) and str(structure) == str(other)
+    parts = structure.parts(leaves)
+    assert list(parts) == list(first)
+    assert all(a is b for name in first for a, b in zip(parts[name], tree.leaves(first[name]), strict=True))
+
+
+def test_static_fields_are_part_of_the_structure():
+    w = torch.linspace(-1, 1, 64 * 64).reshape(64, 64)
+    structures = [flatten({"w": quantize(w * k, format)})[1] for format in (NF4, INT8) for k in (1, 2)]
+    assert structures[0] == structures[1] != structures[2] == structures[3]
+    codes, text = quantize(w, NF4), str(structures[0])
+    assert isinstance(codes, Packed) and text.startswith("w: Packed(*, *;") and "nf4" in text
+
+
+def test_text():
+    arguments = {"x": X, "k": [(1, None), {"a": X, 0: ()}], "p": Pair(X, Box(X, None, "p"))}
+    text = "x: *, k: [(*, *), {'a': *, 0: ()}], p: Pair(*, Box(*; (('inside',), ('p',))); "
+    assert str(flatten(arguments)[1]).startswith(text)
+
+
+def plain(x, k, y=3, z=4): ...
+def stars(x, *rest, k=2, **more): ...
+def none(): ...
+def positional(x, /, y=1): ...
+def named(x, *, y): ...
+
+
+CALLS = [((), {}), ((1,), {}), ((1, 2), {}), ((1, 2, 3, 4), {}), ((1,) * 5, {}), ((1,), {"k": 2}), ((1, 2), {"z": 5})]
+CALLS += [((), {"k": 1, "x": 2}), ((1,), {"y": 2}), ((1, 2), {"x": 3}), ((), {"w": 1})]
+
+
+@pytest.mark.parametrize("f", [plain, stars, none, positional, named])
+def test_names_are_those_of_inspect(f):
+    signature = inspect.signature(f)
+    for args, kwargs in CALLS:
+        try:
+            wanted = signature.bind(*args, **kwargs).arguments
+        except TypeError as error:
+            with pytest.raises(TypeError, match=str(error)):
+                binder(signature)(args, kwargs)
+            continue
+        got = binder(signature)(args, kwargs)
+        assert got == wanted and list(got) == list(wanted)
+
+
+def test_a_model_is_one_structure():
+    """Give many nodes, of which each has static fields, twice; another static field is another trace."""
+    w = torch.linspace(-1, 1, 64 * 64).reshape(64, 64)
+    base = {f"w{i}": quantize(w * (i + 1), NF4) for i in range(20)}
+    adapters = lora.init(base, ".*", rank=2, alpha=4, key=0)
+    f = jit(lambda base, adapters, x: sum(t.sum() for t in tree.leaves(adapters)) + x)
+    for rank in (2, 2, 3):
+        adapters = lora.init(base, ".*", rank=rank, alpha=4, key=0)
+        assert isinstance(f(base, adapters, X), Tensor)
+    f(base, lora.init(base, ".*", rank=2, alpha=8, key=0), X)
+    assert len(f.traced) == 3
