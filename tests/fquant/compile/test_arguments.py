@@ -17,7 +17,7 @@ Other = namedtuple("Other", "a b")
 
 
 @tree.node
-class Box:
+class Holder:
     inside: object
     beside: object
     label: str = tree.static()
@@ -40,7 +40,7 @@ def containers(inner):
         pairs.map(OrderedDict),
         pairs.map(lambda x: defaultdict(list, x)),
         *(st.tuples(inner, inner).map(lambda x, kind=kind: kind(*x)) for kind in (Pair, Other)),
-        st.tuples(inner, inner, st.sampled_from("pq")).map(lambda x: Box(*x)),
+        st.tuples(inner, inner, st.sampled_from("pq")).map(lambda x: Holder(*x)),
         st.tuples(inner, inner).map(lambda x: torch.return_types.max(x)),
     )
 
@@ -73,8 +73,8 @@ def test_static_fields_are_part_of_the_structure():
 
 
 def test_text():
-    arguments = {"x": X, "k": [(1, None), {"a": X, 0: ()}], "p": Pair(X, Box(X, None, "p"))}
-    text = "x: *, k: [(*, *), {'a': *, 0: ()}], p: Pair(*, Box(*; (('inside',), ('p',))); "
+    arguments = {"x": X, "k": [(1, None), {"a": X, 0: ()}], "p": Pair(X, Holder(X, None, "p"))}
+    text = "x: *, k: [(*, *), {'a': *, 0: ()}], p: Pair(*, Holder(*; (('inside',), ('p',))); "
     assert str(flatten(arguments)[1]).startswith(text)
 
 
