@@ -8,7 +8,6 @@ leaves the latter out, because they may be unhashable or slow to hash. Leaves ar
 in its order.
 """
 
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from inspect import Parameter, Signature
 from typing import Any
@@ -92,7 +91,7 @@ def _text(nodes: Iterator[Any], contexts: Iterator[Any]) -> str:
     if kind is None:
         return "*"
     count, context = next(nodes), next(contexts)
-    inner = [_text(nodes, contexts) for _ in itertools.repeat(None, count)]
+    inner = [_text(nodes, contexts) for _ in range(count)]
     if kind is dict:
         return "{" + ", ".join(f"{key!r}: {each}" for key, each in zip(context, inner, strict=True)) + "}"
     if kind in (list, tuple):

@@ -278,15 +278,6 @@ def test_results_do_not_depend_on_the_mode(mode):
         assert torch.equal(captured(X), 3 * X**2) and not captured(X).requires_grad
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_compile():
-    adapters, state, base = start()
-    torch._dynamo.reset()
-    got = jit(step, compile="aot_eager")(adapters, state, base, tokens_of(0))
-    assert equal(got, step(adapters, state, base, tokens_of(0)))
-
-
 # --- threads ----------------------------------------------------------------------------------------------------------
 
 
