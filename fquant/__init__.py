@@ -37,6 +37,7 @@ from .format import (
     Format,
 )  # fmt: skip
 from .grouped_products import grouped_linear
+from .kernels.batch_invariant import batch_invariant
 from .packed import Packed, dequantize, quantize
 from .packed_linear import embedding, linear
 from .profiling import profile
@@ -46,7 +47,7 @@ __all__ = [
     "AF4", "AQ_2X8", "AQ_3X8", "FP4", "FP8", "FP8_E4M3", "FP8_E5M2", "FP8_TENSOR", "INT2", "INT2_ZERO", "INT3",
     "INT3_ZERO", "INT4", "INT4_ZERO", "INT8", "INT8_GROUP", "INT8_ROW", "INT8_ROW_ZERO", "INT8_TENSOR", "LOCAL",
     "MXFP4", "MXFP8", "NF4", "NF4_DQ", "NF4_INT8", "NVFP4", "TERNARY", "Comm", "DynamicSize", "Format", "Outliers",
-    "Packed", "Padded", "bind", "calibration", "cost", "dequantize", "embedding", "fake_quantize", "func",
-    "grouped_linear", "jit", "linear", "lora", "optim", "profile", "quantize", "quantized_training", "random",
+    "Packed", "Padded", "batch_invariant", "bind", "calibration", "cost", "dequantize", "embedding", "fake_quantize",
+    "func", "grouped_linear", "jit", "linear", "lora", "optim", "profile", "quantize", "quantized_training", "random",
     "remat", "scan", "stack_layers", "tree", "unstack_layers", "vq",
 ]  # fmt: skip

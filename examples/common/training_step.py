@@ -37,7 +37,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.func import grad_and_value, vmap
 
 import shard
-from fquant import Comm, lora, optim, random, tree
+from fquant import Comm, batch_invariant, lora, optim, random, tree
 from fquant.compile import Pass, roofline
 from fquant.compile.cost import of as cost_of
 from fquant.compile.passes.rematerialize import rematerialize
@@ -227,7 +227,8 @@ def _for_each_row(f: Callable[[Any], Tensor], batch: Any, setup: Setup) -> Tenso
         if setup.ordered is None:
             return f(batch)[None]
         leaves, structure = tree.flatten(batch)
-        return vmap(lambda *row: f(tree.map(lambda t: t[None], tree.unflatten(structure, row))))(*leaves)
+        with batch_invariant():
+            return vmap(lambda *row: f(tree.map(lambda t: t[None], tree.unflatten(structure, row))))(*leaves)
 
 
 @cache

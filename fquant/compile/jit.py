@@ -43,6 +43,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from .. import tree
 from ..autodiff import is_dual
 from ..device import HOST
+from ..kernels.batch_invariant import is_batch_invariant
 from ..kernels.dispatch import is_lazy
 from . import collective_check, graph, guards, roofline
 from .arguments import Structure, binder, flatten
@@ -113,6 +114,7 @@ def jit(
     * ValueError for a donated tensor that no result fits, dynamic sizes that differ, or a result that they change;
     * RuntimeError for more than ``max_traces`` traces (naming what changed), or a tensor that was donated before;
     * RuntimeError for ranks that are about to run different functions, or an op that contradicts its trace;
+    * RuntimeError inside ``batch_invariant()``, which belongs inside ``fn``;
     * RuntimeError for an op that ``cuda_graph=True`` cannot record (naming its line), TypeError on other devices.
     """
     if fn is None:
@@ -136,6 +138,9 @@ def jit(
         leaves, structure = flatten(bound)
         if _is_inside([leaf for leaf in leaves if isinstance(leaf, Tensor)]):
             return fn(*args, **kwargs)
+        if torch._C._len_torch_dispatch_stack() and is_batch_invariant():
+            fix = "enter it inside the function"
+            raise RuntimeError(f"jit: {name} is called inside batch_invariant(), which its graph would not see; {fix}")
         return padding(bound, leaves, structure) if padding else run(prepare(bound, leaves, structure))
 
     def prepare(bound: Any, leaves: Any, structure: Any, sizes: tuple[int, ...] = ()) -> Prepared:

@@ -21,12 +21,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from torch.utils.flop_counter import register_flop_formula
 
 from ..format import Format
 from . import packed_ops
 from .arguments import check_beside, check_floats, check_out
 from .dispatch import backend, backend_name
+from .ops.ordered_matmul import LEAST_IN_ORDER, ordered_matmul
 from .registry import register
 from .spec import Spec, check, scales, spec_of
 
@@ -112,8 +114,9 @@ def _checked(op: str, x: Tensor, counts: Tensor, groups: int, inner: int, what: 
 
 
 def _check_packed(
-    op: str, x: Tensor, counts: Tensor, buffers: list[Tensor], text: str, shape: Sequence[int], dtype: torch.dtype
-) -> tuple[Any, ...]:
+    op: str, x: Tensor, counts: Tensor, buffers: list[Tensor], text: str, shape: Sequence[int], dtype: torch.dtype,
+    in_order: bool = False,
+) -> tuple[Any, ...]:  # fmt: skip
     spec = spec_of(text, shape, dtype)
     what = f"packed weights {spec.shape}"
     if len(shape) not in (2, 3):
@@ -126,7 +129,7 @@ def _check_packed(
     _checked(op, x, counts, groups, shape[-2 if op.endswith("_t") else -1], what)
     if x.device != buffers[0].device:
         raise ValueError(f"{op} got x on {x.device} and a weight on {buffers[0].device}; move one")
-    return x, counts, buffers, spec
+    return x, counts, buffers, spec, in_order
 
 
 def _waits(x: Tensor, buffers: Sequence[Tensor] = (), spec: Spec | None = None) -> str | None:
@@ -147,32 +150,46 @@ def _on_device(op: str, x: Tensor, counts: Tensor, *args: Any) -> Tensor:
 
 
 def _packed(
-    name: str, x: Tensor, counts: Tensor, buffers: list[Tensor], spec: Spec, out: Tensor | None = None
-) -> Tensor:
+    name: str, x: Tensor, counts: Tensor, buffers: list[Tensor], spec: Spec, in_order: bool = False,
+    out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     across = name == "matmul_t"
     if out is None and not _waits(x, buffers, spec):
         return _on_device("grouped_matmul", x, counts, x, counts, buffers, spec, across)
     y = _result(out, x, x.shape[0], spec.shape[-1 if across else -2])
 
     def one(e: int, rows: slice) -> None:
-        packed_ops.product_into(name, x[rows], *member(buffers, spec, e), y[rows])
+        if in_order and rows.stop - rows.start < LEAST_IN_ORDER:
+            few = pad(x[rows], (0, 0, 0, LEAST_IN_ORDER))
+            y[rows] = packed_ops.product(name, few, *member(buffers, spec, e))[: rows.stop - rows.start]
+        else:
+            packed_ops.product_into(name, x[rows], *member(buffers, spec, e), y[rows])
 
     _each(f"grouped_{name}", counts, x.shape[0], one)
     return y
 
 
-def _check_dense(op: str, x: Tensor, counts: Tensor, w: Tensor, transposed: bool) -> None:
+def _check_dense(op: str, x: Tensor, counts: Tensor, w: Tensor, transposed: bool, in_order: bool = False) -> None:
     if w.ndim != 3:
         raise ValueError(f"{op} got weights {tuple(w.shape)}; wanted [groups out in]")
     _checked(op, x, counts, w.shape[0], w.shape[1 if transposed else 2], f"weights {tuple(w.shape)}")
     check_beside(op, "x", x, w=(w, tuple(w.shape), x.dtype))
 
 
-def _dense(x: Tensor, counts: Tensor, w: Tensor, transposed: bool, out: Tensor | None = None) -> Tensor:
+def _dense(
+    x: Tensor, counts: Tensor, w: Tensor, transposed: bool, in_order: bool = False, out: Tensor | None = None
+) -> Tensor:
     if out is None and not _waits(x):
         return _on_device("grouped_mm", x, counts, x, counts, w, transposed)
     y = _result(out, x, x.shape[0], w.shape[2 if transposed else 1])
-    one = lambda e, rows: torch.mm(x[rows], w[e] if transposed else w[e].mT, out=y[rows])
+
+    def one(e: int, rows: slice) -> None:
+        matrix = w[e] if transposed else w[e].mT
+        if in_order:
+            y[rows] = ordered_matmul(x[rows], matrix)
+        else:
+            torch.mm(x[rows], matrix, out=y[rows])
+
     _each("grouped_mm", counts, x.shape[0], one)
     return y
 
@@ -201,17 +218,18 @@ def _result(out: Tensor | None, like: Tensor, *shape: int) -> Tensor:
 
 _FIX = "it computes values only: differentiate fquant.grouped_linear, which has derivatives"
 _BUFFERS = "Tensor[] buffers, str format, int[] shape, ScalarType dtype"
+_ORDER = "bool in_order=False"  # whether the bits of a row may not depend on others (batch_invariant.py)
 _PACKED = [
     register(
-        f"grouped_{name}(Tensor x, Tensor counts, {_BUFFERS}) -> Tensor", _check_packed,
-        lambda x, counts, buffers, spec, at=at: x.new_empty(x.shape[0], spec.shape[at]),
-        None, _FIX, real=partial(_packed, name), waits=lambda x, counts, buffers, spec: _waits(x, buffers, spec),
+        f"grouped_{name}(Tensor x, Tensor counts, {_BUFFERS}, {_ORDER}) -> Tensor", _check_packed,
+        lambda x, counts, buffers, spec, in_order, at=at: x.new_empty(x.shape[0], spec.shape[at]),
+        None, _FIX, real=partial(_packed, name), waits=lambda x, counts, buffers, spec, _: _waits(x, buffers, spec),
     )
     for name, at in (("matmul", -2), ("matmul_t", -1))
 ]  # fmt: skip
 _DENSE = register(
-    "grouped_mm(Tensor x, Tensor counts, Tensor w, bool transposed) -> Tensor", _check_dense,
-    lambda x, counts, w, transposed: x.new_empty(x.shape[0], w.shape[2 if transposed else 1]), None, _FIX,
+    f"grouped_mm(Tensor x, Tensor counts, Tensor w, bool transposed, {_ORDER}) -> Tensor", _check_dense,
+    lambda x, counts, w, transposed, *_: x.new_empty(x.shape[0], w.shape[2 if transposed else 1]), None, _FIX,
     real=_dense, waits=lambda x, *_: _waits(x),
 )  # fmt: skip
 _OUTER = register(

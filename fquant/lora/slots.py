@@ -18,7 +18,7 @@ the slot: of adapters, of batches and of activations. The products with the base
 weight is decoded once. Low-rank products are batched by rank, without padding (``fquant.adapted.slots``).
 
 *Bits.* A slot shares nothing with others but the rows of products. So it has the bits of its run alone where the bits
-of a row do not depend on the rows beside it (``docs/sharding.md``).
+of a row do not depend on the rows beside it: on the host, if both run inside ``fquant.batch_invariant()``.
 
 *Ends.* A slot that is stopped keeps its bits: adapter, moments and count. Its rows are still computed. ``fill`` writes
 another adapter over it. Shapes stay, so a captured step is not traced again.

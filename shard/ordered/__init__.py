@@ -8,9 +8,9 @@ an all-reduce, take an order that follows the number of ranks. Here each row's g
 added along a binary tree over the rows of the whole batch (sum_tree.py). Ranks have consecutive rows. A rank adds up
 the subtrees that it has whole (by_row.py), and ranks exchange these and finish the tree (exchange.py).
 
-The bits of a leaf must not depend on its neighbours either. Each product of frozen weights makes each row of its result
-alone, in an order that its number of rows does not change. Products that make the gradients of a row are batched
-products, one for each row. ``vmap`` makes both of a loss of one row.
+The bits of a leaf must not depend on its neighbours either. ``vmap`` of a loss of one row makes products of all rows of
+a chunk, and batched products that make the gradients of each. On the host all of these are sums in a fixed order
+(``fquant.batch_invariant``).
 """
 
 from .by_row import grad_and_value

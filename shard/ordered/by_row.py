@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.func import vmap
 
 from fquant import tree
+from fquant.kernels.batch_invariant import batch_invariant
 
 from ..device_mesh import position
 from ..rules import Rules as Sharding
@@ -65,5 +66,6 @@ def _sums(loss: Callable[..., Tensor], params: Any, chunk: Any, rows: Rows, dtyp
     def one(params: Any, *row: Tensor) -> Tensor:
         return loss(tree.map(lambda t: t.to(dtype or t.dtype), params), tree.unflatten(structure, row))
 
-    found = vmap(torch.func.grad_and_value(one), (None, *[0] * len(leaves)))(params, *leaves)
+    with batch_invariant():
+        found = vmap(torch.func.grad_and_value(one), (None, *[0] * len(leaves)))(params, *leaves)
     return tree.map(lambda t: partial_sums(t, rows), found)

@@ -15,6 +15,7 @@ from .elementwise import pointwise, root, silu, silu_derivative, turn
 from .integers import integer_matmul, integer_mm
 from .library import MOST_DIM, isas, load
 from .moments import adam_update, momentum_update
+from .ordered import ordered_matmul
 from .random_bits import bernoulli, bits, fold
 from .rows import nll, nll_backward, rms_norm, rms_norm_backward
 from .threads import usable_cores

@@ -7,7 +7,7 @@ Products that C does not compute decode a tile at a time, which torch multiplies
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache, partial
 
 import torch
@@ -18,6 +18,7 @@ from .. import reference
 from ..arguments import multiply_tiles
 from ..spec import Spec, code_dtype, layout, scales, split, stack
 from .library import DTYPES, Encoding, Packed, call, empty, result
+from .ordered import ordered_matmul
 
 TILE = 2 << 20  # bytes of a decoded tile
 ALIGNED = 32  # columns: a decoded part starts at a multiple of this
@@ -63,8 +64,21 @@ def _product(name: str, x: Tensor, buffers: Sequence[Tensor], spec: Spec, out: T
         if size := call(name, *args, None):
             call(name, *args, torch.empty(size, dtype=torch.uint8, device="cpu"))
     else:
-        multiply_tiles(x, _tiles(w, spec, x.dtype), y, name == "matmul_t")
+        multiply = _multiply_in_order if x.dtype in DTYPES else multiply_tiles
+        multiply(x, _tiles(w, spec, x.dtype), y, name == "matmul_t")
     return y
+
+
+def _multiply_in_order(x: Tensor, tiles: Iterable[tuple[int, int, Tensor]], y: Tensor, by_columns: bool) -> None:
+    """Do what :func:`multiply_tiles` does, with sums of a row that do not depend on other rows."""
+    if not by_columns:
+        for start, stop, tile in tiles:
+            y[:, start:stop] = ordered_matmul(x, tile.mT)
+        return
+    total = torch.zeros_like(y, dtype=torch.float32)
+    for start, stop, tile in tiles:
+        total += ordered_matmul(x[:, start:stop].float(), tile.float())
+    y.copy_(total)
 
 
 matmul, matmul_t = partial(_product, "matmul"), partial(_product, "matmul_t")

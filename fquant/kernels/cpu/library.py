@@ -10,6 +10,7 @@ import os
 from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -118,6 +119,7 @@ def load() -> ctypes.CDLL:
         "encode": [Pointer, Int, Long, Long, ctypes.POINTER(Encoding), Pointer, Pointer],
         "decode": [packed, Long, Long, Long, Long, Int, Pointer, Long],
         **dict.fromkeys(("matmul", "matmul_t"), [packed, Pointer, Long, Pointer, Int, Pointer]),
+        "ordered_matmul": [Int, Long, Pointer, Long, Long, Pointer, Long, Long, Long, Pointer, Long, Int, Pointer],
         "integer_matmul": [packed, Pointer, Int, Int, ctypes.POINTER(Rounding), Pointer, Long, Pointer, Int, Pointer],
         "integer_mm": [
             *(Pointer, Long, Long, ctypes.POINTER(Rounding)) * 2,
@@ -178,12 +180,26 @@ def result(out: Tensor | None, *shape: int, dtype: torch.dtype) -> Tensor:
     return empty(*shape, dtype=dtype) if out is None else check_out(out, shape, dtype)
 
 
+class Settings(NamedTuple):
+    """The first two arguments of every function of the library."""
+
+    isa: int
+    threads: int
+
+
+def settings() -> Settings:
+    """Return the present settings."""
+    return Settings(isa(), num_threads())
+
+
 def call(name: str, *args: object) -> int:
-    """Call ``fquant_name`` of the library, with the instruction set and the number of threads in front of ``args``.
-    Tensors are passed by address.
-    """
-    addresses = [a.data_ptr() if isinstance(a, Tensor) else a for a in args]
-    status = getattr(load(), f"fquant_{name}")(isa(), num_threads(), *addresses)
+    """Call ``fquant_name`` of the library with the present settings. Tensors are passed by address."""
+    return compute(name, settings(), *[a.data_ptr() if isinstance(a, Tensor) else a for a in args])
+
+
+def compute(name: str, where: Settings, *args: object) -> int:
+    """Call ``fquant_name`` of the library with these settings; return the bytes of room that it needs."""
+    status = getattr(load(), f"fquant_{name}")(*where, *args)
     if status < 0:
         raise MemoryError(f"{name} could not allocate its scratch memory; free some")
     return status

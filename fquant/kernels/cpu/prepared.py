@@ -13,27 +13,20 @@ prepared; their calls take the usual way.
 import ctypes
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ...device import HOST
 from ...format import read as read_format
 from ..arguments import kinds_of
 from ..dispatch import backend
 from ..spec import Spec
-from . import codec, elementwise
-from .library import DTYPES, MOST_DIM, Pointer, empty, isa, load
-from .threads import num_threads
+from . import codec, elementwise, ordered
+from .library import DTYPES, MOST_DIM, Pointer, Settings, empty, load, settings
 
 Call = Callable[..., Any]
-
-
-class Settings(NamedTuple):
-    """The first two arguments of every function of the library."""
-
-    isa: int
-    threads: int
 
 
 _settings: Settings | None = None
@@ -43,7 +36,7 @@ def settle() -> None:
     """Read ``FQUANT_KERNELS`` and the number of threads, which hold for the calls that follow."""
     global _settings
     try:
-        _settings = Settings(isa(), num_threads()) if backend("cpu")[0] == "cpu" else None
+        _settings = settings() if backend("cpu")[0] == "cpu" else None
     except (ValueError, RuntimeError):  # for any op of ours, which then raises it
         _settings = None
 
@@ -147,6 +140,19 @@ def _dense_matmul(x: Tensor, w: Tensor, *, out0: Tensor) -> Call | None:
     return call
 
 
+def _ordered_matmul(a: Tensor, b: Tensor, *, out0: Tensor) -> Call | None:
+    tensors = a, b, out0
+    if a.dtype not in DTYPES or not out0.is_contiguous() or any(t.device != HOST or not t.numel() for t in tensors):
+        return None
+    layouts = a.dtype, a.shape, a.stride(), b.shape, b.stride()
+
+    def call(a: Tensor, b: Tensor, *, out0: Tensor) -> None:
+        assert _settings is not None, "settle() comes before a replay"
+        ordered.run(ordered.plan(_settings, *layouts), _settings, a, b, out0)
+
+    return call
+
+
 def _pointwise(read: Sequence[Tensor], write: Sequence[Tensor], text: str) -> Call | None:
     plan = elementwise.describe(text, kinds_of(read))
     if plan is None or plan.program is None or any(t.device.type != "cpu" for t in (*read, *write)):
@@ -168,5 +174,6 @@ _PREPARED: dict[str, Callable[..., Call | None]] = {
     "fquant::rms_norm.out": _rms_norm,
     "fquant::cached_attention.out": _cached_attention,
     "fquant::dense_matmul.out": _dense_matmul,
+    "fquant::ordered_matmul.out": _ordered_matmul,
     "fquant::pointwise": _pointwise,
 }

@@ -17,5 +17,6 @@ from .decoding import cached_attention, dense_matmul
 from .elementwise import pointwise, root, silu, silu_derivative, turn
 from .integers import integer_matmul, integer_mm, quantize_rows
 from .moments import adam_update, encode_moment, momentum_update
+from .ordered import ordered_matmul
 from .random_bits import FOLDED, MASK, PARITY, bernoulli, bits, fold, threefry
 from .rows import nll, nll_backward, rms_norm, rms_norm_backward

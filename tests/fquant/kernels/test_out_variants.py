@@ -7,7 +7,7 @@ from fquant import NF4_DQ, quantize
 from fquant.compile.memory.out_variants import OURS
 from fquant.kernels import grouped_ops  # noqa: F401  (registers the ops)
 from fquant.kernels.dispatch import VARIABLE
-from fquant.kernels.ops import attention, decoding, moments, nll, norm, silu  # noqa: F401
+from fquant.kernels.ops import attention, decoding, moments, nll, norm, ordered_matmul, silu  # noqa: F401
 from fquant.packed import buffers
 from tests.helpers.arrays import randn
 from tests.helpers.kernels.moments import FORMATS, steps
@@ -40,7 +40,7 @@ def arguments(name, dtype):
         "cached_attention": (q[:, :, 0], *(t.transpose(1, 2) for t in (k, v)), torch.tensor([3, 9]), None, 2.0),
         "adam_update": next(steps("adamw", FORMATS["8"], (5, 70), narrow, "nearest", True))[1],
         "momentum_update": next(steps("lion", FORMATS["4"], (5, 70), narrow, "nearest", True))[1],
-        "dense_matmul": (x, randn(40, 64, seed=4).to(dtype)),
+        "dense_matmul": (x, randn(40, 64, seed=4).to(dtype)), "ordered_matmul": (x, randn(40, 64, seed=4).to(dtype).mT),
     }[name]  # fmt: skip
 
 

@@ -82,6 +82,37 @@ def test_the_sum_is_that_of_all_rows():
         torch.testing.assert_close(t.double(), want.double(), rtol=1e-4, atol=1e-5 * float(want.abs().max()), msg=path)
 
 
+WIDE = Config(vocab=640, dim=512, num_layers=1, num_heads=8, num_kv_heads=4, head_dim=64, hidden=704)
+
+
+def wide(threads, dtype, sizes):
+    """Return the ordered gradient of adapters of wide layers and a dense head, in chunks of ``sizes``."""
+    torch.set_num_threads(threads)
+    mesh, rules = shard.mesh(fsdp=1), shard.Rules()
+    dense = decoder.init(WIDE, random.key(0))
+    base = tree.map_at("layers.*.(q|k|v|o|gate|up)", lambda t: quantize(t, NF4_DQ), dense)
+    draw = torch.Generator().manual_seed(0)
+    adapters = lora.init(base, "layers.*.(q|v|down)", 16, key=1)
+    adapters = tree.map(lambda t: torch.randn(t.shape, generator=draw) * 0.05, adapters)
+    tokens = torch.randint(0, WIDE.vocab, (sum(sizes), 34), generator=draw)
+
+    def loss(adapters, row):
+        params = lora.attach(base, adapters)
+        return decoder.loss(params, row[:-1], row[1:], WIDE, dtype=dtype, count=1.0)
+
+    return shard.ordered.grad_and_value(loss, mesh, rules, sum(sizes), dtype)(adapters, tokens.split(sizes))
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_wide_products_do_not_depend_on_the_rows_beside_either(dtype, threads):
+    """torch chooses the kernel of a product by its rows: on AMX dense ones of these widths have other bits."""
+    (want,) = ranks.run(1, wide, threads, dtype, [11])
+    for sizes in ([1] * 11, [5, 6], [3, 3, 3, 2]):
+        (got,) = ranks.run(1, wide, threads, dtype, sizes)
+        assert not [path for path, t in tree.items(got) if not torch.equal(t, tree.get(want, path))]
+
+
 def mapped(axes):
     """Return ordered gradients of two vectors of parameters at once, and of each alone."""
     mesh, rules = shard.mesh(**axes), shard.Rules()

@@ -30,6 +30,7 @@ static void NAME(shape)(int64_t first, int64_t second, int64_t n) {
     const uint8_t rows[8] = {first, first, second, second, first, second, n, n};
     NAME(Shape) shape = {.palette = 1};
     for (int i = 0; i < 8; i++) shape.rows[i] = rows[i], shape.bytes[i] = rows[i] ? (i == 4 || i == 5) ? 4 * n : 64 : 0;
+    __asm__ volatile("" : : "r"(&shape) : "memory"); /* GCC's intrinsic reads the first 8 bytes only, to its knowledge */
     _tile_loadconfig(&shape);
 }
 
@@ -38,6 +39,7 @@ INLINE void NAME(begin_tiles)(NAME(Shape) *found) {
     NAME(shape)(16, 16, 16);
 }
 INLINE void NAME(end_tiles)(const NAME(Shape) *found) {
+    __asm__ volatile("" : : "r"(found) : "memory");
     if (found->palette) _tile_loadconfig(found);
     else _tile_release();
 }
@@ -83,12 +85,14 @@ INLINE void NAME(add_tile)(const uint32_t *rows, int64_t apart, const uint32_t *
 INLINE void NAME(add_tiles)(const uint32_t *rows, int64_t apart, int64_t count, const uint32_t *panel, int vecs, int64_t n,
                             int fresh, void *to, int bytes) {
     int64_t width = vecs * LANES;
+    int64_t first = 16, second = 16, deep = 16; /* the shape of tiles, which is set where it changes */
     for (int64_t k = 0, words; k < n; k += words, fresh = 0) {
         words = n - k < 16 ? n - k : (n - k) / 16 * 16;
         for (int64_t r = 0; r < count; r += 32) {
-            int64_t high = MIN(count - r, 32);
-            int whole = high == 32 && words >= 16, down = high > 16 ? 2 : 1;
-            if (!whole) NAME(shape)(MIN(high, 16), MAX(high - 16, 0), MIN(words, 16));
+            int64_t high = MIN(count - r, 32), down = high > 16 ? 2 : 1;
+            int64_t wanted[3] = {MIN(high, 16), MAX(high - 16, 0), MIN(words, 16)};
+            if (first != wanted[0] || second != wanted[1] || deep != wanted[2])
+                NAME(shape)(first = wanted[0], second = wanted[1], deep = wanted[2]);
             for (int64_t v = 0; v < vecs; v += 2) {
                 const uint32_t *from = rows + r * apart + k, *by = panel + k * width + v * 16;
                 int32_t *sums = (int32_t *)to + r * width + v * 16;
@@ -100,9 +104,9 @@ INLINE void NAME(add_tiles)(const uint32_t *rows, int64_t apart, int64_t count, 
                 CASE(2, 2) CASE(2, 1) CASE(1, 2) CASE(1, 1)
 #undef CASE
             }
-            if (!whole) NAME(shape)(16, 16, 16);
         }
     }
+    if (first != 16 || second != 16 || deep != 16) NAME(shape)(16, 16, 16);
 }
 
 static __attribute__((noinline)) void NAME(add_half_tiles)(const uint32_t *rows, int64_t apart, int64_t count,

@@ -277,7 +277,9 @@ static void NAME(span)(const Packed *w, int64_t row, int64_t column, int64_t n, 
 /* The same for a product with x of dtype: rounded to dtype, as bf16 if half, else as floats. */
 static void NAME(factors)(const Packed *w, int64_t row, int64_t column, int64_t n, int dtype, int half, void *out) {
     uint16_t some[PIECE];
-    if (half && w->vectors) NAME(sum_halves)(w, row, column, n, out);
+    if (!w->bits && half) memcpy(out, (const uint16_t *)w->codes + row * w->width + column, (size_t)n * 2);
+    else if (!w->bits) NAME(floats)(w->codes, dtype, row * w->width + column, n, out);
+    else if (half && w->vectors) NAME(sum_halves)(w, row, column, n, out);
     else if (half || dtype == F32 || dtype == w->dtype) NAME(span)(w, row, column, n, 0, half ? BF16 : F32, out);
     else for (int64_t i = 0; i < n; i += PIECE) {
         NAME(span)(w, row, column + i, MIN(PIECE, n - i), 0, dtype, some);

@@ -65,27 +65,36 @@ INLINE void NAME(by_rows)(const Gemm *p, int64_t unit, uint32_t *scratch, int ha
     int64_t group = p->group, row = unit * group, rows = MIN(group, p->w.rows - row), each = half ? 2 : 1;
     int64_t panels = (p->m + PANEL - 1) / PANEL, tall = padded_to(group, LANES);
     float *sums = (float *)(scratch + group * APART), turned[LANES][NAME(MOST_ROWS)];
+    int in_place = !p->w.bits && panels == 1 && are_words(p->w.codes, p->dtype, half, p->w.width) &&
+                   (rows == group || (NAME(TILES) && half)); /* a dense weight that few rows of x read, all slivers whole */
     memset(sums, 0, (size_t)(tall * padded_to(p->m, LANES) * 4));
     if (rows < group) memset(scratch + rows * APART, 0, (size_t)((group - rows) * APART * 4));
     for (int64_t slab = 0; slab < p->words; slab += SLAB) {
         int64_t words = MIN(SLAB, p->words - slab), n = MIN(words * each, p->inner - slab * each);
-        for (int64_t r = 0; r < rows; r++) {
+        const uint32_t *from = in_place ? (const uint32_t *)p->w.codes + row * p->words + slab : scratch;
+        const int64_t apart = in_place ? p->words : APART;
+        for (int64_t r = 0; r < rows && !in_place; r++) {
             scratch[r * APART + words - 1] = 0; /* of which n may fill one half */
             NAME(factors)(&p->w, row + r, slab * each, n, p->dtype, half, scratch + r * APART);
         }
         const int64_t at_once = NAME(TILES) && half ? SLAB : STEPS;
         for (int64_t k = 0; k < words; k += at_once)
             for (int64_t j = 0; j < panels; j++) {
-                int vecs = NAME(vecs)(p->m, j), width = vecs * LANES, most = SUMS / vecs;
+                int vecs = NAME(vecs)(p->m, j), width = vecs * LANES;
+                int most = in_place ? IN_PLACE / MIN(vecs, 2) : SUMS / vecs;
                 int64_t steps = MIN(at_once, words - k);
                 const uint32_t *x = (const uint32_t *)p->copy + j * PANEL * p->words + (slab + k) * width;
                 float *block = sums + j * PANEL * tall;
-                if (NAME(TILES) && half) NAME(add_half_tiles)(scratch + k, APART, rows, x, vecs, steps, 0, block);
+                if (NAME(TILES) && half) NAME(add_half_tiles)(from + k, apart, rows, x, vecs, steps, 0, block);
                 else for (int64_t r = 0; r < rows; r += most) {
-                    const uint32_t *w = scratch + r * APART + k;
+                    const uint32_t *w = from + r * apart + k;
                     float *to = block + r * width;
-#define CASE(N) \
-    case N: if (N <= VECS) NAME(micro)(w, APART, x, steps, SUMS / N, MIN(N, VECS), half, 0, to); break;
+#define CASE(N)                                                                                                        \
+    case N:                                                                                                            \
+        if (N > VECS) break;                                                                                           \
+        if (in_place) NAME(micro)(w, apart, x, steps, IN_PLACE / MIN(N, 2), MIN(N, VECS), half, 0, to);                \
+        else NAME(micro)(w, APART, x, steps, SUMS / N, MIN(N, VECS), half, 0, to);                                     \
+        break;
                     switch (vecs) { CASE(1) CASE(2) CASE(3) CASE(4) }
 #undef CASE
                 }
@@ -107,14 +116,20 @@ UNIT(matmul) { TILED(BY_HALF(((const Gemm *)work)->half, NAME(by_rows), work, un
 UNIT(pack_t) {
     const Gemm *p = work;
     int64_t slab = p->half ? 2 * SLAB : SLAB;
-    uint32_t *out = (uint32_t *)p->copy + unit * APART;
-    for (int64_t at = 0; at < p->inner; at += slab, out += p->m * APART)
+    uint32_t *out = (uint32_t *)p->copy + unit * p->apart;
+    for (int64_t at = 0; at < p->inner; at += slab, out += p->m * p->apart)
         NAME(words)(p->x, p->dtype, unit * p->inner + at, MIN(slab, p->inner - at), p->half, out);
 }
 
 /* Decode words k of a stripe's panels: a row of the weight, or in bf16 a row interleaved with the next. */
-INLINE void NAME(stripe)(const Gemm *p, int64_t row, int64_t k, int64_t column, int64_t width, int half, uint32_t *out) {
+INLINE void NAME(stripe)(const Gemm *p, int64_t row, int64_t k, int64_t column, int64_t width, int64_t depth,
+                         int half, uint32_t *out) {
     uint32_t words[STRIPE];
+    const uint8_t *codes = p->w.bits ? NULL : p->w.codes + (row * p->w.width + column) * size_of(p->dtype);
+    if (codes && width == STRIPE && p->dtype == F32) {
+        for (int64_t j = 0; j < STRIPE; j += PANEL) memcpy(out + j * depth + k * PANEL, codes + 4 * j, PANEL * 4);
+        return;
+    }
     if (half) {
         uint16_t first[STRIPE], second[STRIPE] = {0};
         NAME(factors)(&p->w, row, column, width, p->dtype, 1, first);
@@ -122,14 +137,14 @@ INLINE void NAME(stripe)(const Gemm *p, int64_t row, int64_t k, int64_t column, 
         for (int i = 0; i < width; i++) words[i] = first[i] | (uint32_t)second[i] << 16;
     } else NAME(factors)(&p->w, row, column, width, p->dtype, 0, words);
     if (width < STRIPE) memset(words + width, 0, (size_t)(STRIPE - width) * 4);
-    for (int64_t j = 0; j < STRIPE; j += PANEL) memcpy(out + j * STEPS + k * PANEL, words + j, PANEL * 4);
+    for (int64_t j = 0; j < STRIPE; j += PANEL) memcpy(out + j * depth + k * PANEL, words + j, PANEL * 4);
 }
 
 #ifdef LANES_BF16
 /* The same with one rounding instruction: 4 bits in blocks of 64 or more, no offset, widths of whole vectors. `zeroed`,
    true if there are zero points, is a constant. */
-INLINE void NAME(stripe_pairs)(const Gemm *p, int64_t row, int64_t k, int64_t column, int64_t width, int zeroed,
-                               uint32_t *out) {
+INLINE void NAME(stripe_pairs)(const Gemm *p, int64_t row, int64_t k, int64_t column, int64_t width,
+                               int64_t depth, int zeroed, uint32_t *out) {
     const Packed *w = &p->w;
     int64_t next = w->width / 2;
     int there = row + 1 < w->rows;
@@ -151,7 +166,7 @@ INLINE void NAME(stripe_pairs)(const Gemm *p, int64_t row, int64_t k, int64_t co
         __builtin_prefetch(codes + 17 * next + i / 2);
         UNROLLED(j, 4) {
             int64_t at = i + 32 * j, panel = at / PANEL;
-            __m512i *to = (__m512i *)(out + (panel * STEPS + k) * PANEL + at % PANEL);
+            __m512i *to = (__m512i *)(out + (panel * depth + k) * PANEL + at % PANEL);
             to[0] = _mm512_permutex2var_epi16(a[j], first, b[j]);
             to[1] = _mm512_permutex2var_epi16(a[j], last, b[j]);
         }
@@ -159,36 +174,46 @@ INLINE void NAME(stripe_pairs)(const Gemm *p, int64_t row, int64_t k, int64_t co
 }
 #endif
 
+/* sums [count][PANEL] += `count` rows of g times a panel, for n words. */
+INLINE void NAME(add_panel)(const uint32_t *x, int64_t apart, int64_t count, const uint32_t *panel, int64_t n, int half,
+                            float *sums) {
+    if (NAME(TILES) && half) NAME(add_half_tiles)(x, apart, count, panel, VECS, n, 0, sums);
+    else for (int64_t m = 0, rows; m < count; m += rows) {
+        rows = MIN(SUMS / VECS, count - m);
+#define ROWS(N) case N: NAME(micro)(x + m * apart, apart, panel, n, N, VECS, half, 0, sums + m * PANEL); break;
+        switch (rows) { ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6) }
+#undef ROWS
+    }
+}
+
+/* Decode n words from `start` of a stripe from `column` to panels of `depth` words. */
+INLINE void NAME(panels)(const Gemm *p, int64_t start, int64_t n, int64_t column, int64_t width, int64_t depth, int half,
+                         uint32_t *w) {
+    const int64_t each = half ? 2 : 1;
+    for (int64_t k = 0; k < n; k++)
+#ifdef LANES_BF16
+        if (half && p->interleaved && p->w.zero)
+            NAME(stripe_pairs)(p, (start + k) * each, k, column, width, depth, 1, w);
+        else if (half && p->interleaved) NAME(stripe_pairs)(p, (start + k) * each, k, column, width, depth, 0, w);
+        else
+#endif
+            NAME(stripe)(p, (start + k) * each, k, column, width, depth, half, w);
+}
+
 /* Multiply all of g with a stripe of the weight's columns. */
 INLINE void NAME(by_columns)(const Gemm *p, int64_t unit, uint32_t *scratch, int half) {
-    int64_t column = unit * STRIPE, width = MIN(STRIPE, p->w.width - column), each = half ? 2 : 1;
-    int64_t panels = (width + PANEL - 1) / PANEL, apart = p->copy ? APART : p->words;
+    int64_t column = unit * STRIPE, width = MIN(STRIPE, p->w.width - column), apart = p->copy ? p->apart : p->words;
+    int64_t panels = (width + PANEL - 1) / PANEL;
     uint32_t *w = scratch;
     float *sums = (float *)(scratch + STRIPE * STEPS);
     memset(sums, 0, (size_t)(p->m * STRIPE * 4));
     for (int64_t start = 0; start < p->words; start += STEPS) {
         int64_t n = MIN(STEPS, p->words - start);
-        for (int64_t k = 0; k < n; k++)
-#ifdef LANES_BF16
-            if (half && p->interleaved && p->w.zero)
-                NAME(stripe_pairs)(p, (start + k) * each, k, column, width, 1, w);
-            else if (half && p->interleaved) NAME(stripe_pairs)(p, (start + k) * each, k, column, width, 0, w);
-            else
-#endif
-                NAME(stripe)(p, (start + k) * each, k, column, width, half, w);
+        NAME(panels)(p, start, n, column, width, STEPS, half, w);
         const uint32_t *x = (const uint32_t *)p->x + start;
-        if (p->copy) x = (const uint32_t *)p->copy + start / SLAB * p->m * APART + start % SLAB;
-        for (int64_t j = 0; j < panels; j++) {
-            const uint32_t *panel = w + j * STEPS * PANEL;
-            float *block = sums + j * p->m * PANEL;
-            if (NAME(TILES) && half) NAME(add_half_tiles)(x, apart, p->m, panel, VECS, n, 0, block);
-            else for (int64_t m = 0, rows; m < p->m; m += rows) {
-                rows = MIN(SUMS / VECS, p->m - m);
-#define ROWS(N) case N: NAME(micro)(x + m * apart, apart, panel, n, N, VECS, half, 0, block + m * PANEL); break;
-                switch (rows) { ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6) }
-#undef ROWS
-            }
-        }
+        if (p->copy) x = (const uint32_t *)p->copy + start / SLAB * p->m * apart + start % SLAB;
+        for (int64_t j = 0; j < panels; j++)
+            NAME(add_panel)(x, apart, p->m, w + j * STEPS * PANEL, n, half, sums + j * p->m * PANEL);
     }
     for (int64_t m = 0; m < p->m; m++)
         for (int64_t j = 0; j < panels; j++)
@@ -196,4 +221,48 @@ INLINE void NAME(by_columns)(const Gemm *p, int64_t unit, uint32_t *scratch, int
                          m * p->w.width + column + j * PANEL);
 }
 
-UNIT(matmul_t) { TILED(BY_HALF(((const Gemm *)work)->half, NAME(by_columns), work, unit, scratch)); }
+/* y [rows][..] with stride `next` = rows times a panel of floats, for n words. rows is a constant. */
+INLINE void NAME(micro_to)(const uint32_t *x, int64_t apart, const uint32_t *panel, int64_t n, int rows, float *y,
+                           int64_t next) {
+    Lanes sums[SUMS / VECS][VECS];
+    NAME(micro)(x, apart, panel, n, rows, VECS, 0, 1, (float *)sums);
+    UNROLLED(r, rows) memcpy(y + r * next, sums[r], sizeof sums[r]);
+}
+
+/* Multiply up to MANY_ROWS rows of g with some stripes, if a sum is of up to STEPS words. The panels of these stripes
+   are as many words as a stripe of STEPS. Sums are stored while they are in the first cache, or in registers. */
+INLINE void NAME(by_short_columns)(const Gemm *p, int64_t unit, uint32_t *scratch, int half) {
+    const int64_t wide = p->stripes * STRIPE, across = (p->w.width + wide - 1) / wide, n = p->words;
+    const int64_t column = unit % across * wide, stop = MIN(column + wide, p->w.width);
+    const int64_t begin = unit / across * MANY_ROWS, end = MIN(begin + MANY_ROWS, p->m);
+    const int64_t apart = p->copy ? p->apart : p->words;
+    const uint32_t *x = p->copy ? p->copy : p->x;
+    float *sums = (float *)(scratch + STRIPE * STEPS);
+    for (int64_t at = column; at < stop; at += STRIPE)
+        NAME(panels)(p, 0, n, at, MIN(STRIPE, stop - at), n, half, scratch + (at - column) * n);
+    for (int64_t first = begin; first < end; first += FEW_ROWS)
+        for (int64_t at = column; at < stop; at += PANEL) {
+            const uint32_t *panel = scratch + (at - column) * n;
+            int64_t count = MIN(FEW_ROWS, end - first), there = MIN(PANEL, stop - at);
+            if (p->dtype == F32 && there == PANEL) {
+                float *y = (float *)p->y + first * p->w.width + at;
+                for (int64_t m = 0, rows; m < count; m += rows) {
+                    rows = MIN(SUMS / VECS, count - m);
+#define ROWS(N)                                                                                                            case N: NAME(micro_to)(x + (first + m) * apart, apart, panel, n, N, y + m * p->w.width, p->w.width); break;
+                    switch (rows) { ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6) }
+#undef ROWS
+                }
+                continue;
+            }
+            memset(sums, 0, (size_t)(count * PANEL * 4));
+            NAME(add_panel)(x + first * apart, apart, count, panel, n, half, sums);
+            for (int64_t m = 0; m < count; m++)
+                NAME(halves)(sums + m * PANEL, there, p->dtype, p->y, (first + m) * p->w.width + at);
+        }
+}
+
+UNIT(matmul_t) {
+    const Gemm *p = work;
+    if (p->stripes) TILED(BY_HALF(p->half, NAME(by_short_columns), p, unit, scratch));
+    else TILED(BY_HALF(p->half, NAME(by_columns), p, unit, scratch));
+}

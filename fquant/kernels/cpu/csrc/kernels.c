@@ -73,6 +73,8 @@ enum { FUSED = 4 };      /* rows of x up to which the sums of a product may stay
 enum { SLAB = 512, STEPS = 128, APART = SLAB + 16 };
 enum { TILED_ROWS = 96 };                  /* rows whose integer sums stay near: a multiple of slivers and of tiles */
 enum { STRIPE = 256 };                     /* columns in a unit of matmul_t */
+enum { IN_PLACE = 8 };                     /* rows of a sliver that is no copy, lest they compete for a cache set */
+enum { FEW_ROWS = 64, MANY_ROWS = 192 };   /* its rows of x, at a time and in a unit, if sums are short */
 enum { MOST_X = 512, COPY = 6 << 20 };     /* rows of x that are copied at a time, and bytes */
 
 #define FOLDED 0x243F6A8885A308D3u /* xor'ed to keys that are folded, lest they equal keys of draws */
@@ -91,6 +93,10 @@ INLINE int64_t bytes_of(const Packed *w) {
 INLINE int64_t pieces_of(int64_t width) { return (width + PIECE - 1) / PIECE; }
 INLINE int64_t slabs_of(int64_t words) { return (words + SLAB - 1) / SLAB; }
 INLINE int64_t padded_to(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+/* True if rows of n elements consist of whole words. */
+INLINE int are_words(const void *x, int dtype, int half, int64_t n) {
+    return (uintptr_t)x % 4 == 0 && (half ? n % 2 == 0 : dtype == F32);
+}
 INLINE int64_t turned_apart(int64_t n) { return padded_to(n, 16) + 16; } /* floats of a row that was transposed */
 
 /* The instruction sets; `isa` below is an index into `available`. What has no tiles is that of BASE, and not compiled
@@ -258,6 +264,17 @@ EXPORT int64_t fquant_matmul(int isa, int threads, const Packed *w, const void *
 EXPORT int64_t fquant_matmul_t(int isa, int threads, const Packed *w, const void *x, int64_t m, void *y, int dtype,
                                void *room) {
     return product(isa, threads, 1, w, x, m, y, dtype, room);
+}
+
+/* A batch of products x [m, inner] · wᵀ for w [rows, width], or x · w if transposed, with `next` bytes from one x, w and
+   y to the next. An element is a sum in the order of the inner dimension: it depends on its own row of x and row (or
+   column) of w alone. If `room` is NULL, return its bytes only. */
+EXPORT int64_t fquant_ordered_matmul(int isa, int threads, int transposed, int64_t batch, const void *x, int64_t m,
+                                     int64_t next_x, const void *w, int64_t rows, int64_t width, int64_t next_w, void *y,
+                                     int64_t next_y, int dtype, void *room) {
+    Batch work = {{.codes = w, .rows = rows, .width = width, .block = width, .dtype = dtype}, x, y, m,
+                  {next_x, next_w, next_y}, isa, transposed, dtype};
+    return batch_product(&work, batch, threads, room);
 }
 
 /* The integers of x [m, width], quantised by rows, times the levels of w, to y [m, rows]. If `room`

@@ -39,18 +39,22 @@ static int64_t product(int isa, int threads, int transposed, const Packed *w, co
     if (w->dtype == F32) work.w.dtype = dtype; /* the weight is rounded to x's dtype, and multiplied in float32 */
     work.interleaved = work.half && w->bits == 4 && w->block % 64 == 0 && w->width % 128 == 0 && !w->offset &&
                        w->dtype != F16; /* the fastest kind: all bf16, 4-bit codes in whole vectors */
-    if (!transposed && m <= (work.interleaved ? 2 * FUSED : k->columns))
+    if (w->bits && !transposed && m <= (work.interleaved ? 2 * FUSED : k->columns))
         return gemv(isa, threads, &work.w, x, m, y, dtype, work.interleaved ? 2 : work.half);
     work.words = work.half ? (work.inner + 1) / 2 : work.inner;
-    work.group = group_of(k, w->rows, threads);
-    int64_t row = (transposed ? slabs_of(work.words) * APART : work.words) * 4;
+    work.group = !w->bits && m <= k->panel ? k->least_rows : group_of(k, w->rows, threads);
+    work.apart = MIN(padded_to(work.words, 16) + 16, APART);
+    int64_t row = (transposed ? slabs_of(work.words) * work.apart : work.words) * 4;
     int64_t most = MIN(MOST_X, MAX(COPY / row, k->lanes));
-    int whole = (uintptr_t)x % 4 == 0 && (dtype == F32 || (work.half && work.inner % 2 == 0));
-    if (transposed && whole && !k->tiles && COPY / row < m) most = MOST_X, row = 0; /* no copy: x consists of whole words */
+    if (transposed && are_words(x, dtype, work.half, work.inner) && !k->tiles && COPY / row < m) most = MOST_X, row = 0; /* no copy */
     int64_t chunks = (m + most - 1) / most;
     int64_t chunk = MIN(most, padded_to((m + chunks - 1) / chunks, transposed ? 1 : k->panel));
     int64_t padded = padded_to(chunk, k->lanes), copied = (transposed ? chunk : padded) * row; /* bytes */
     int64_t units = transposed ? (w->width + STRIPE - 1) / STRIPE : (w->rows + work.group - 1) / work.group;
+    if (transposed && work.words <= STEPS) {
+        work.stripes = MIN(STEPS / work.words, units);
+        units = (units + work.stripes - 1) / work.stripes;
+    }
     int64_t scratch = 4 * (transposed ? STRIPE * (STEPS + chunk)
                                       : MAX(work.group, k->lanes) * APART + padded_to(work.group, k->lanes) * padded);
     if (!room) return 64 + padded_to(copied, 64) + scratch * threads;
@@ -62,7 +66,29 @@ static int64_t product(int isa, int threads, int transposed, const Packed *w, co
         work.y = (char *)y + start * (transposed ? w->width : w->rows) * size_of(dtype);
         int64_t packs = !copied ? 0 : transposed ? work.m : (work.m + k->panel - 1) / k->panel * slabs_of(work.words);
         if (packs) run(transposed ? k->pack_t : k->pack, &work, packs, (size_t)scratch, rest, threads);
-        run(transposed ? k->matmul_t : k->matmul, &work, units, (size_t)scratch, rest, threads);
+        run(transposed ? k->matmul_t : k->matmul, &work, units * (work.stripes ? (work.m + MANY_ROWS - 1) / MANY_ROWS : 1), (size_t)scratch, rest, threads);
+    }
+    return 0;
+}
+
+/* A batch of products with dense weights, each by one thread. */
+static void one_of_batch(void *work, int64_t unit, void *scratch) {
+    const Batch *b = work;
+    Packed w = b->w;
+    w.codes += unit * b->next[1];
+    product(b->isa, 1, b->transposed, &w, b->x + unit * b->next[0], b->m, b->y + unit * b->next[2], b->dtype, scratch);
+}
+
+/* All products of a batch, each by all threads if it has fewer products than these. Without `room`, return its bytes. */
+static int64_t batch_product(const Batch *b, int64_t batch, int threads, void *room) {
+    int each = batch < threads ? threads : 1;
+    int64_t size = padded_to(product(b->isa, each, b->transposed, &b->w, b->x, b->m, b->y, b->dtype, NULL), 64);
+    if (!room) return each > 1 ? size : size * threads;
+    if (each == 1) return run(one_of_batch, (void *)b, batch, (size_t)size, room, threads);
+    for (int64_t i = 0; i < batch; i++) {
+        Packed w = b->w;
+        w.codes += i * b->next[1];
+        product(b->isa, threads, b->transposed, &w, b->x + i * b->next[0], b->m, b->y + i * b->next[2], b->dtype, room);
     }
     return 0;
 }

@@ -15,7 +15,8 @@ typedef struct { /* a packed array */
     const float *vectors;      /* f32[stages, 256, dim]: a group of `dim` elements is a sum of one of each stage; or NULL */
     int64_t rows, width, block, nested_block;
     int32_t stages, dim;       /* of vectors: dim up to MOST_DIM */
-    int32_t bits, dtype;       /* bits: 16 for the integers of a dense weight, which integers.h reads */
+    int32_t bits, dtype;       /* bits: 0 if the codes are elements of a dense weight, of the dtype of x; 16 for the
+                                  integers of one, which integers.h reads */
     float least;               /* scale from which no value is denormal: 2^-125 / the least magnitude but 0, with zero
                                   points that are tame (dequantize.h) */
     int32_t plain;             /* 8 bits: the value of a code is code + table[0], integers that float32 has */
@@ -37,8 +38,17 @@ typedef struct { /* x [m, inner] in `words` words a row; copy: of x, packed, or 
     const void *x;
     void *copy, *y;
     int64_t m, inner, words, group;
+    int64_t apart, stripes; /* of matmul_t: words from a row of `copy` to the next; stripes in a unit, 0 for long sums */
     int dtype, half, interleaved;
 } Gemm;
+
+typedef struct { /* products of dense x [m, inner] and w; next: bytes from one of x, of w and of y to the next */
+    Packed w;
+    const char *x;
+    char *y;
+    int64_t m, next[3];
+    int isa, transposed, dtype;
+} Batch;
 
 /* How rows of x are quantised: to integers from `first` to `last` in units of absmax / unit, or with a zero point; or
    as LLM.int8(), after rounding to float16. */

@@ -36,11 +36,14 @@ PREPARED = {
     "norm": ("rms_norm", lambda i: (randn(5, 24, seed=i), randn(24, seed=i + 1), 1e-5)),
     "attention": ("cached_attention", cached(torch.bfloat16)),
     "attention with sinks": ("cached_attention", cached(torch.float16, 6, sinks=True)),
+    "in order": ("ordered_matmul", lambda i: (randn(40, 70, seed=i), randn(70, 9, seed=i + 1))),
+    "batch in order": ("ordered_matmul", lambda i: (randn(3, 20, 300, seed=i).mT, randn(3, 20, 9, seed=i + 1))),
     "dense": ("dense_matmul", lambda i: (randn(2, 64, seed=i), randn(9, 64, seed=i + 1))),
 }
 USUAL = {
     "norm, other dtype": ("rms_norm", lambda i: (randn(5, 24, seed=i), randn(24, seed=i).half(), 1e-5)),
     "gaps": ("rms_norm", lambda i: (randn(5, 48, seed=i)[:, ::2], randn(24, seed=i + 1), 1e-5)),
+    "in order, float64": ("ordered_matmul", lambda i: (randn(4, 7, seed=i).double(), randn(7, 9, seed=i).double())),
     "odd width": ("dense_matmul", lambda i: (randn(2, 48, seed=i), randn(9, 48, seed=i + 1))),
     "float64": ("matmul", product(ROW, 3, 128, torch.float64)),
     "a stack": ("matmul", lambda i: (randn(2, 3, 128, seed=i), buffers(STACK), "nf4_dq", (48, 128), STACK.dtype)),
