@@ -3,6 +3,7 @@
     python -m tests.bench.adapters                        # 32 adapters, 64 tokens each
     python -m tests.bench.adapters --batch 64 --seq 32 --dtype f32
     python -m tests.bench.adapters --batch 64 --seq 32 --ranks 4 8 16 32 64    # slots of mixed rank (fquant.lora.slots)
+    python -m tests.bench.adapters --batch 64 --seq 32 --in-order              # inside fquant.batch_invariant()
 
 Adapters of all linears of a Llama are stacked, and ``vmap`` of the gradient takes a row of tokens for each.
 A product with a packed weight of the base has the rows of all. With ``--ranks`` the adapters are slots, whose ranks are
@@ -18,7 +19,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, wraps
 from itertools import groupby
 from typing import Any, Literal
 
@@ -30,7 +31,7 @@ from torch import Tensor
 from torch.func import grad_and_value, vmap
 
 from examples.common.command_line import pattern
-from fquant import cost, jit, lora, optim, tree
+from fquant import batch_invariant, cost, jit, lora, optim, tree
 from fquant.lora import slots
 from fquant.optim import apply_updates
 from models import decoder
@@ -44,6 +45,7 @@ RATE = 1e-3
 OPT = optim.adamw(RATE)
 STEPS = 3  # after which bits are compared
 MOST = 1.10  # of the time of one adapter
+Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,8 @@ class Options:
     """Time PEFT too."""
     ranks: tuple[int, ...] = ()
     """Ranks of slots, in turn; without them all adapters are of --rank, and stacked."""
+    in_order: bool = False
+    """Take our steps inside ``fquant.batch_invariant()``, where a row's bits do not depend on other rows."""
 
     def check(self) -> None:
         """Raise ValueError for options that cannot be measured."""
@@ -92,6 +96,17 @@ def step_of_many(adapters: Any, state: Any, base: Any, tokens: Tensor, cfg: Conf
     return apply_updates(adapters, updates), state, values
 
 
+def in_order(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``step`` inside :func:`batch_invariant`."""
+
+    @wraps(step)
+    def inside(*args: Any) -> Any:
+        with batch_invariant():
+            return step(*args)
+
+    return inside
+
+
 class Run:
     """A captured step with its state."""
 
@@ -107,16 +122,16 @@ class Run:
         return cost(self.plain, self.adapters, self.state, *self.rest, donate=("adapters", "state")).peak
 
 
-def runs(shape: Shape, dtype: torch.dtype) -> tuple[Run, Run, list[Run]]:
+def runs(shape: Shape, dtype: torch.dtype, wrap: Wrap = lambda step: step) -> tuple[Run, Run, list[Run]]:
     """Return the runs of one adapter, of many in one step, and of each of the many alone."""
     cfg, tokens, base = shape.config(), shape.sample(), weights(shape)
     make = partial(lora.init, base, pattern(TARGETS), shape.rank, shape.rank)
     each = [make(key=i) for i in range(shape.batch)]
     stacked = tree.map(lambda *leaves: torch.stack(leaves), *each)
     rest = cfg, dtype
-    one = Run(step_of_one, make(key=0), base, tokens, *rest)
-    many = Run(step_of_many, stacked, base, tokens, *rest)
-    alone = [Run(step_of_one, adapters, base, tokens[i : i + 1], *rest) for i, adapters in enumerate(each)]
+    one = Run(wrap(step_of_one), make(key=0), base, tokens, *rest)
+    many = Run(wrap(step_of_many), stacked, base, tokens, *rest)
+    alone = [Run(wrap(step_of_one), adapters, base, tokens[i : i + 1], *rest) for i, adapters in enumerate(each)]
     for other in alone[1:]:
         other.step = alone[0].step  # one trace
     return one, many, alone
@@ -140,31 +155,34 @@ def step_of_slots(bank: slots.Bank, base: Any, tokens: Tensor, cfg: Config, dtyp
 class SlotsRun:
     """A captured step of slots with its bank; the adapters of each are in their order."""
 
-    def __init__(self, each: list[Any], base: Any, tokens: Tensor, *rest: Any) -> None:
+    def __init__(self, step: Callable[..., Any], each: list[Any], base: Any, tokens: Tensor, *rest: Any) -> None:
         by_rank = [list(group) for _, group in groupby(each, lambda adapters: len(next(iter(adapters.values())).a))]
         bank = slots.init([(group[0], len(group)) for group in by_rank], optimizer, {"lr": 0.0})
         for adapters in each:
             bank = slots.fill(bank, slots.free(bank, adapters), adapters, optimizer, {"lr": RATE})
-        self.bank, self.rest, self.step = bank, (base, tokens[:, None], *rest), jit(step_of_slots, donate=("bank",))
+        self.bank, self.rest = bank, (base, tokens[:, None], *rest)
+        self.plain, self.step = step, jit(step, donate=("bank",))
 
     def __call__(self, *_: Any) -> None:
         self.bank, _ = self.step(self.bank, *self.rest)
 
     def peak(self) -> int:
         """Return the predicted bytes at the peak."""
-        return cost(step_of_slots, self.bank, *self.rest, donate=("bank",)).peak
+        return cost(self.plain, self.bank, *self.rest, donate=("bank",)).peak
 
 
-def mixed_runs(shape: Shape, dtype: torch.dtype, ranks: tuple[int, ...]) -> tuple[Run, SlotsRun, list[Run]]:
+def mixed_runs(
+    shape: Shape, dtype: torch.dtype, ranks: tuple[int, ...], wrap: Wrap = lambda step: step
+) -> tuple[Run, SlotsRun, list[Run]]:
     """Return the runs of one adapter, of slots whose ranks are ``ranks`` in turn, and of each of these alone."""
     cfg, tokens, base = shape.config(), shape.sample(), weights(shape)
     make = lambda rank, key: lora.init(base, pattern(TARGETS), rank, rank, key)
     each = [make(rank, i) for i, rank in enumerate(ranks_of(shape, ranks))]
-    one = Run(step_of_one, make(shape.rank, 0), base, tokens, cfg, dtype)
-    alone = [Run(step_of_one, adapters, base, tokens[i : i + 1], cfg, dtype) for i, adapters in enumerate(each)]
+    one = Run(wrap(step_of_one), make(shape.rank, 0), base, tokens, cfg, dtype)
+    alone = [Run(wrap(step_of_one), adapters, base, tokens[i : i + 1], cfg, dtype) for i, adapters in enumerate(each)]
     for other in alone[1:]:
         other.step = alone[0].step  # one trace a rank
-    return one, SlotsRun(each, base, tokens, cfg, dtype), alone
+    return one, SlotsRun(wrap(step_of_slots), each, base, tokens, cfg, dtype), alone
 
 
 def ranks_of(shape: Shape, ranks: tuple[int, ...]) -> list[int]:
@@ -229,7 +247,11 @@ def main(args: list[str] | None = None) -> int:
         return 2
     shape, dtype = options.shape, DTYPES[options.dtype]
     with timing.threads(options.threads):
-        one, many, alone = mixed_runs(shape, dtype, options.ranks) if options.ranks else runs(shape, dtype)
+        wrap = in_order if options.in_order else lambda step: step
+        if options.ranks:
+            one, many, alone = mixed_runs(shape, dtype, options.ranks, wrap)
+        else:
+            one, many, alone = runs(shape, dtype, wrap)
         for _ in range(STEPS):
             for run in (many, *alone):
                 run()

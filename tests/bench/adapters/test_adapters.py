@@ -18,11 +18,12 @@ def test_bad_options(capsys):
     assert "--ranks is (4, 8, 16); wanted at most 2, the batch, of at least 1" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("wrap", [adapters.in_order, lambda step: step], ids=["in order", "torch's products"])
 @pytest.mark.parametrize("ranks", [(), (3, 2)], ids=["stacked", "slots"])
-def test_each_has_the_bits_of_its_run_alone(ranks):
+def test_each_has_the_bits_of_its_run_alone(ranks, wrap):
     """Count those that have, and not one that was changed."""
     many_runs = partial(adapters.mixed_runs, ranks=ranks) if ranks else adapters.runs
-    one, many, alone = many_runs(SMALL, torch.float32)
+    one, many, alone = many_runs(SMALL, torch.float32, wrap=wrap)
     for _ in range(2):
         for run in (one, many, *alone):
             run()
@@ -30,6 +31,18 @@ def test_each_has_the_bits_of_its_run_alone(ranks):
     next(iter(alone[1].adapters.values())).b[0, 0] += 1
     assert adapters.equal_bits(many, alone) == 2
     assert 0 < one.peak() and 0 < many.peak()
+
+
+@pytest.mark.parametrize("ranks", [(), (16, 4)], ids=["stacked", "slots"])
+def test_in_bfloat16_each_has_the_bits_of_its_run_alone_in_order(ranks):
+    """With torch's products on AMX none has."""
+    shape = Shape(layers=1, dim=512, hidden=640, vocab=600, heads=8, kv_heads=4, batch=4, seq=24, rank=8)
+    many_runs = partial(adapters.mixed_runs, ranks=ranks) if ranks else adapters.runs
+    _, many, alone = many_runs(shape, torch.bfloat16, wrap=adapters.in_order)
+    for _ in range(2):
+        for run in (many, *alone):
+            run()
+    assert adapters.equal_bits(many, alone) == 4
 
 
 @pytest.mark.slow
