@@ -9,10 +9,12 @@ the context each product of floats on the host, torch's or ours, forward or back
 (``ops/ordered_matmul.py``). A packed weight is multiplied with at least 16 rows, because fewer have a kernel of
 their own. What a capture records inside the context has these products wherever it runs.
 
-Elementwise ops, norms, sums along a row, losses and attention have the property by themselves. Convolutions do not.
-Devices other than the host keep their products.
+Elementwise ops, norms, losses and attention have the property by themselves, and so have sums along rows. But torch
+divides the sum of all elements among its threads, as of a single row, so it is made beside a copy. Convolutions are as
+they were, and so is all that runs on other devices than the host.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +28,8 @@ from . import grouped_ops, integer_ops, packed_ops  # noqa: F401  (registers the
 from .arguments import COMPUTED
 from .ops import decoding  # noqa: F401
 from .ops.ordered_matmul import LEAST_IN_ORDER, ordered_matmul
+
+DIVIDED = 1 << 15  # elements from which torch divides the sum of all among threads
 
 
 def batch_invariant() -> TorchDispatchMode:
@@ -44,7 +48,7 @@ def is_batch_invariant() -> bool:
 
 class _BatchInvariant(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if (other := _PRODUCTS.get(func)) is not None and _is_of_floats(args[0]):
+        if (other := _IN_ORDER.get(func)) is not None and _is_of_floats(args[0]):
             return other(func, *args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
@@ -87,8 +91,20 @@ def _grouped(func: Any, *args: Any) -> Tensor:
     return func(*args, True)
 
 
+def _reduced(func: Any, x: Tensor, *rest: Any, **kwargs: Any) -> Tensor:
+    """Reduce ``x``; to one number beside a copy, because torch then divides the elements among threads."""
+    dim, *others = rest or (None,)
+    dims = [dim] if isinstance(dim, int) else list(dim or range(x.ndim))
+    kept = x.numel() // max(1, math.prod(x.shape[d] for d in dims))
+    if kept != 1 or x.numel() < DIVIDED:
+        return func(x, *rest, **kwargs)
+    of_dims, above = _OF_DIMS.get(func) or func, [d % x.ndim + 1 for d in dims]
+    return of_dims(torch.stack([x, x]), above[0] if isinstance(dim, int) else above, *others, **kwargs)[0]
+
+
 _aten, _ours = torch.ops.aten, torch.ops.fquant
-_PRODUCTS: dict[Any, Callable[..., Tensor]] = {
+_OF_DIMS: dict[Any, Any] = {_aten.sum.default: _aten.sum.dim_IntList, _aten.mean.default: _aten.mean.dim}
+_IN_ORDER: dict[Any, Callable[..., Tensor]] = {
     _aten.mm.default: _mm,
     _aten.bmm.default: _mm,
     _aten.mv.default: _mv,
@@ -101,4 +117,6 @@ _PRODUCTS: dict[Any, Callable[..., Tensor]] = {
     _ours.grouped_mm.default: _grouped,
     _ours.grouped_matmul.default: _grouped,
     _ours.grouped_matmul_t.default: _grouped,
+    **dict.fromkeys((_aten.sum.default, _aten.sum.dim_IntList, _aten.mean.default, _aten.mean.dim), _reduced),
+    _aten.prod.dim_int: _reduced,
 }

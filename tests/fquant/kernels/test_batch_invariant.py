@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch.func import grad_and_value, jvp, vjp, vmap
+from torch.func import grad, grad_and_value, jvp, vjp, vmap
 
 from fquant import INT8_ROW, NF4, NF4_DQ, batch_invariant, grouped_linear, jit, linear, lora, quantize, tree
 from tests.helpers.arrays import randn
@@ -133,6 +133,35 @@ def test_rows_of_experts(kind, dtype):
         rows = torch.cat([torch.arange(first), 40 + torch.arange(second), 43 + torch.arange(third)])
         for part, all_rows in zip(both(x[rows], torch.tensor([first, second, third])), whole, strict=True):
             assert torch.equal(part, all_rows[rows])
+
+
+REDUCTIONS = {
+    "sum": torch.sum, "mean": torch.mean, "prod": lambda x: (1 + x / 1000).prod(), "var": torch.var,
+    "norm": torch.linalg.vector_norm, "logsumexp": lambda x: x.flatten().logsumexp(0),
+    "of dims": lambda x: x.sum((0, -1), keepdim=True), "widened": lambda x: x.sum(dtype=torch.float64),
+    "rows": lambda x: x.sum(0), "columns": lambda x: x.mean(-1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", REDUCTIONS)
+def test_reductions(name, dtype):
+    """torch divides the sum of all elements of a single row among its threads."""
+    before, f = torch.get_num_threads(), REDUCTIONS[name]
+    torch.set_num_threads(2)
+    try:
+        x = randn(3, 300, 300).to(dtype)
+
+        def both(x):
+            with batch_invariant():
+                return vmap(f)(x), vmap(grad(lambda row: f(row).float().square().sum()))(x)
+
+        for whole, *parts in zip(both(x), both(x[1:2]), both(x[1:]), jit(both)(x[1:2]), strict=True):
+            for part in parts:
+                assert torch.equal(whole[1 : 1 + len(part)], part)
+        torch.testing.assert_close(both(x)[0], vmap(f)(x))
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_others_are_left():
