@@ -35,7 +35,7 @@ def remat(f: Callable[..., Any], order: int = 1) -> Callable[..., Any]:
     @wraps(f)
     def call(*args: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
-            fix = "compile the graph that make_fx captures: torch.compile(make_fx(step)(*args))"
+            fix = "capture the step, and Inductor compiles its graph: jit(step, compile=True)"
             raise RuntimeError(f"remat({_name(f)}) cannot be traced by torch.compile; {fix}")
         leaves, structure = tree.flatten(args)
         places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]

@@ -220,6 +220,12 @@ def flatten_once(x: Any) -> tuple[Any, Any] | None:
     return None if kind is None else kind.flatten_fn(x)
 
 
+def unflatten_once(cls: type, children: list[Any], context: Any) -> Any:
+    """Return the ``cls`` that :func:`flatten_once` takes apart into ``children`` and ``context``."""
+    kind: Any = namedtuple if issubclass(cls, tuple) and hasattr(cls, "_fields") else cls
+    return pytree.SUPPORTED_NODES[kind].unflatten_fn(children, context)
+
+
 def map_children(f: Callable[[str, Any], Any], x: Any) -> Any:
     """Replace every child one level down by ``f(name, child)``; return a leaf as it is."""
     kind = _kind(x)

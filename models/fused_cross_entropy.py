@@ -75,7 +75,7 @@ def token_losses(
     for a target that is neither -100 nor in [0, vocab); on CUDA it is an assertion on the device.
     """
     if torch.compiler.is_dynamo_compiling():
-        fix = "compile what make_fx captured: torch.compile(make_fx(step)(*args))"
+        fix = "capture the step, and Inductor compiles its graph: jit(step, compile=True)"
         raise RuntimeError(f"fused_cross_entropy cannot be traced by torch.compile; {fix}")
     check_ids("targets", targets, "x's", x.device, x.shape[:-1])
     if chunk is not None and chunk < 1:

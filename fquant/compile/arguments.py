@@ -38,9 +38,15 @@ class Structure:
         names = [each for each in self._nodes if type(each) is str]
         return {name: leaves[begin:end] for name, begin, end in zip(names, [0, *self._ends], self._ends, strict=False)}
 
-    def __str__(self) -> str:
+    def changes(self, before: "Structure") -> dict[str, list[str]]:
+        """Return how this structure differs from ``before``, in words, by the name of the argument."""
+        now, then = self._trees(), before._trees()
+        found = {name: list(_changes(name, now.get(name), then.get(name))) for name in {**now, **then}}
+        return {name: texts for name, texts in found.items() if texts}
+
+    def _trees(self) -> dict[str, Any]:
         nodes, contexts = iter(self._nodes), iter(self._contexts)
-        return ", ".join(f"{name}: {_text(nodes, contexts)}" for name in nodes)
+        return {name: _tree(nodes, contexts) for name in nodes}
 
 
 def binder(signature: Signature) -> Callable[[tuple[Any, ...], dict[str, Any]], dict[str, Any]]:
@@ -85,15 +91,39 @@ def _add(x: Any, leaves: list[Any], nodes: list[Any], contexts: list[Any]) -> No
             _add(child, leaves, nodes, contexts)
 
 
-def _text(nodes: Iterator[Any], contexts: Iterator[Any]) -> str:
-    """Return the next tree as text, with a star for each leaf."""
+def _tree(nodes: Iterator[Any], contexts: Iterator[Any]) -> Any:
+    """Return the next tree, with a star for each leaf."""
     kind = next(nodes)
     if kind is None:
         return "*"
     count, context = next(nodes), next(contexts)
-    inner = [_text(nodes, contexts) for _ in range(count)]
-    if kind is dict:
-        return "{" + ", ".join(f"{key!r}: {each}" for key, each in zip(context, inner, strict=True)) + "}"
-    if kind in (list, tuple):
-        return "[" + ", ".join(inner) + "]" if kind is list else "(" + ", ".join(inner) + ")"
-    return f"{kind.__name__}({', '.join(inner)}; {context})"
+    return tree.unflatten_once(kind, [_tree(nodes, contexts) for _ in range(count)], context)
+
+
+def _changes(path: str, now: Any, before: Any) -> Iterator[str]:
+    """Yield how the trees ``now`` and ``before`` at ``path`` differ; None is a tree that is absent."""
+    if type(now) is not type(before):
+        yield f"{path} is {_name(now)}, and was {_name(before)}"
+        return
+    children, others = (dict(tree.children(x) or ()) for x in (now, before))
+    found = [f"{path}.{name} is new" for name in children if name not in others]
+    found += [f"{path}.{name} is missing" for name in others if name not in children]
+    for name in tree.field_names(type(now))[1] if tree.is_node(now) else ():
+        if (new := getattr(now, name)) != (old := getattr(before, name)):
+            found.append(f"{path}.{name} is {new}, and was {old}")
+    if not found and list(children) != list(others):
+        found = [f"{path} has its items in another order"]
+    elif not found and (new := _context(now)) != (old := _context(before)):
+        found = [f"{path} is {_name(now)} with {new}, and was with {old}"]
+    yield from found
+    for name in children:
+        if name in others:
+            yield from _changes(f"{path}.{name}", children[name], others[name])
+
+
+def _context(x: Any) -> Any:
+    return (tree.flatten_once(x) or (None, None))[1]
+
+
+def _name(x: Any) -> str:
+    return "absent" if x is None else "a leaf" if x == "*" else f"a {type(x).__name__}"

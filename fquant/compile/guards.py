@@ -24,7 +24,7 @@ from ..device import HOST
 from . import closure as closures
 from .arguments import Structure
 from .closure import Closure, Value, freeze
-from .retraces import Change
+from .retraces import SHOWN, Change
 
 _AUTOCAST_DEVICES = (HOST.type, "cuda", "xpu", "mps")
 _ATTENTION = [getattr(torch._C, f"_get_{kind}_sdp_enabled") for kind in ("math", "flash", "mem_efficient", "cudnn")]
@@ -98,8 +98,8 @@ def differences(paths: Sequence[str], before: Iterable[Key], now: Key, closure: 
 
 def _differences(paths: Sequence[str], before: Key, now: Key, closure: Closure) -> list[Change]:
     if now.structure != before.structure:
-        text = f"the structure of the arguments is ({now.structure}), and was ({before.structure})"
-        return [Change("the structure of the arguments", text)]
+        changed = now.structure.changes(before.structure)
+        return [Change(f"the structure of {name}", "; ".join(texts[:SHOWN])) for name, texts in changed.items()]
     pairs = [(path, *each, _text) for path, *each in zip(paths, before.kinds, now.kinds, strict=False)]
     pairs += [(*each, str) for each in zip(AMBIENT, before.ambient, now.ambient, strict=True)]
     found = [

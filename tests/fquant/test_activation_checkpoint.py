@@ -7,7 +7,7 @@ import torch
 from torch.func import grad, hessian, jacrev, jvp, vjp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fquant import random, tree
+from fquant import jit, random, tree
 from fquant.activation_checkpoint import remat
 from tests.helpers.live_memory import Live
 
@@ -249,7 +249,7 @@ def test_results_are_floats(f, message):
 def test_torch_compile_is_refused_by_name():
     torch._dynamo.reset()
     step = torch.compile(grad(composed(remat(block)), 1), backend="aot_eager", fullgraph=True)
-    with pytest.raises(RuntimeError, match=r"remat\(block\) cannot be traced by torch.compile; compile the graph th"):
+    with pytest.raises(RuntimeError, match=r"remat\(block\) cannot be traced by torch.compile; capture the step"):
         step(X, W)
-    captured = make_fx(grad(composed(remat(block)), 1), tracing_mode="fake")(X, W)  # as the message says
-    same(torch.compile(captured, backend="aot_eager", fullgraph=True)(X, W), grad(composed(block), 1)(X, W))
+    captured = jit(grad(composed(remat(block)), 1), compile="aot_eager")  # as the message says
+    same(captured(X, W), grad(composed(block), 1)(X, W))

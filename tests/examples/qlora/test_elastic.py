@@ -40,7 +40,8 @@ def ended(processes):
         for each in processes:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(each.pid, signal.SIGKILL)
-            each.communicate()
+            if not each.stdout.closed:  # its end has not been waited for
+                each.communicate()
 
 
 def agents(count, least, args):

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fquant import INT8, NF4, Packed, jit, lora, quantize, tree
+from fquant import INT8, NF4, jit, lora, quantize, tree
 from fquant.compile.arguments import binder, flatten
 
 Pair = namedtuple("Pair", "a b")
@@ -57,8 +57,8 @@ def test_leaves_and_equality_are_those_of_the_pytree(first, second):
     assert len(leaves) == len(wanted) and all(a is b for a, b in zip(leaves, wanted, strict=True))
     assert (structure == other) == (spec == tree.structure(second))
     assert structure == flatten(tree.map(lambda x: x, first))[1] and structure != spec
-    if structure == other:
-        assert hash(structure) == hash(other) and str(structure) == str(other)
+    assert structure != other or hash(structure) == hash(other)
+    assert (structure == other) == (not structure.changes(other)) == (not other.changes(structure))
     parts = structure.parts(leaves)
     assert list(parts) == list(first)
     assert all(a is b for name in first for a, b in zip(parts[name], tree.leaves(first[name]), strict=True))
@@ -68,14 +68,28 @@ def test_static_fields_are_part_of_the_structure():
     w = torch.linspace(-1, 1, 64 * 64).reshape(64, 64)
     structures = [flatten({"w": quantize(w * k, format)})[1] for format in (NF4, INT8) for k in (1, 2)]
     assert structures[0] == structures[1] != structures[2] == structures[3]
-    codes, text = quantize(w, NF4), str(structures[0])
-    assert isinstance(codes, Packed) and text.startswith("w: Packed(*, *;") and "nf4" in text
+    assert structures[2].changes(structures[0]) == {"w": [f"w.format is {INT8}, and was {NF4}"]}
 
 
-def test_text():
-    arguments = {"x": X, "k": [(1, None), {"a": X, 0: ()}], "p": Pair(X, Holder(X, None, "p"))}
-    text = "x: *, k: [(*, *), {'a': *, 0: ()}], p: Pair(*, Holder(*; (('inside',), ('p',))); "
-    assert str(flatten(arguments)[1]).startswith(text)
+@pytest.mark.parametrize(
+    ("now", "before", "words"),
+    [
+        pytest.param(X, (X,), ["x is a leaf, and was a tuple"], id="kind"),
+        pytest.param([X], [X, X], ["x.1 is missing"], id="shorter"),
+        pytest.param([X, [X, X]], [X, [X]], ["x.1.1 is new"], id="longer, inside"),
+        pytest.param({"a": X, "b": X}, {"b": X, "c": X}, ["x.a is new", "x.c is missing"], id="keys"),
+        pytest.param({"a": X, "b": X}, {"b": X, "a": X}, ["x has its items in another order"], id="order"),
+        pytest.param(Holder(X, X, "p"), Holder(X, X, "q"), ["x.label is p, and was q"], id="static field"),
+        pytest.param(Holder(X, None, "p"), Holder(X, X, "p"), ["x.beside is missing"], id="absent field"),
+        pytest.param(Pair(X, X), Other(X, X), ["x is a Pair, and was a Other"], id="type"),
+        pytest.param(deque([X], 1), deque([X], 2), ["x is a deque with 1, and was with 2"], id="another context"),
+    ],
+)
+def test_changes_are_named(now, before, words):
+    beside = {str(i): (X, X) for i in range(100)}  # is not in the text
+    structures = [flatten({"beside": beside, "x": x})[1] for x in (now, before)]
+    assert structures[0].changes(structures[1]) == {"x": words}
+    assert structures[0].changes(flatten({"beside": beside})[1])["x"][0].endswith("and was absent")
 
 
 def plain(x, k, y=3, z=4): ...
