@@ -20,14 +20,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from ..device import HOST
 from . import grouped_ops, integer_ops, packed_ops  # noqa: F401  (registers the ops)
 from .arguments import COMPUTED
 from .ops import decoding  # noqa: F401
-from .ops.ordered_matmul import LEAST_IN_ORDER, ordered_matmul
+from .ops.ordered_matmul import ordered_matmul, with_least_rows
 
 DIVIDED = 1 << 15  # elements from which torch divides the sum of all among threads
 
@@ -75,12 +74,7 @@ def _added(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _packed(func: Any, x: Tensor, *weight: Any) -> Tensor:
-    rows = x.shape[-2]
-    return (
-        func(pad(x, (0, 0, 0, LEAST_IN_ORDER - rows)), *weight)[..., :rows, :]
-        if rows < LEAST_IN_ORDER
-        else func(x, *weight)
-    )
+    return func(with_least_rows(x), *weight)[..., : x.shape[-2], :]
 
 
 def _dense(func: Any, x: Tensor, w: Tensor) -> Tensor:

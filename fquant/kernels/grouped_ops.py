@@ -21,14 +21,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 from torch.utils.flop_counter import register_flop_formula
 
 from ..format import Format
 from . import packed_ops
 from .arguments import check_beside, check_floats, check_out
 from .dispatch import backend, backend_name
-from .ops.ordered_matmul import LEAST_IN_ORDER, ordered_matmul
+from .ops.ordered_matmul import LEAST_IN_ORDER, ordered_matmul, with_least_rows
 from .registry import register
 from .spec import Spec, check, scales, spec_of
 
@@ -160,7 +159,7 @@ def _packed(
 
     def one(e: int, rows: slice) -> None:
         if in_order and rows.stop - rows.start < LEAST_IN_ORDER:
-            few = pad(x[rows], (0, 0, 0, LEAST_IN_ORDER))
+            few = with_least_rows(x[rows])
             y[rows] = packed_ops.product(name, few, *member(buffers, spec, e))[: rows.stop - rows.start]
         else:
             packed_ops.product_into(name, x[rows], *member(buffers, spec, e), y[rows])

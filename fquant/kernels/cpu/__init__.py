@@ -3,8 +3,8 @@
 
 A product never makes a dense weight. C decodes what it multiplies with next. The room that it needs for that and for a
 copy of x does not depend on the weight. It computes in float32, or in bfloat16 with float32 sums where the machine can.
-If blocks straddle rows, or x is float64, ``codec.TILE`` bytes of rows are decoded at a time and torch multiplies; sums
-over these tiles are kept in float32 at least.
+If blocks straddle rows, or x is float64, ``codec.TILE`` bytes of rows are decoded at a time. Such a tile is multiplied
+as a dense weight, in float64 by torch. Sums over tiles are kept in float32 at least.
 """
 
 from .causal_attention import attention, attention_backward

@@ -3,7 +3,7 @@
 The C is quantize, dequantize, additive, gemv and gemm of csrc.
 
 Most of the description of a format or of a packed array is kept between calls; pointers of buffers are filled in.
-Products that C does not compute decode a tile at a time, which torch multiplies.
+Where blocks straddle rows, or x is float64, a tile is decoded at a time and multiplied as a dense weight.
 """
 
 import math

@@ -28,7 +28,6 @@ from .library import DTYPES, MOST_DIM, Pointer, Settings, empty, load, settings
 
 Call = Callable[..., Any]
 
-
 _settings: Settings | None = None
 
 
@@ -141,8 +140,8 @@ def _dense_matmul(x: Tensor, w: Tensor, *, out0: Tensor) -> Call | None:
 
 
 def _ordered_matmul(a: Tensor, b: Tensor, *, out0: Tensor) -> Call | None:
-    tensors = a, b, out0
-    if a.dtype not in DTYPES or not out0.is_contiguous() or any(t.device != HOST or not t.numel() for t in tensors):
+    on_host = all(t.device == HOST and t.numel() for t in (a, b, out0))
+    if a.dtype not in DTYPES or not out0.is_contiguous() or not on_host:
         return None
     layouts = a.dtype, a.shape, a.stride(), b.shape, b.stride()
 

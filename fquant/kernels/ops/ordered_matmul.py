@@ -14,12 +14,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from torch.utils.flop_counter import register_flop_formula
 
 from ..arguments import check_floats
 from ..registry import register
 
 LEAST_IN_ORDER = 16  # rows of a packed product in the order of more: fewer may have a kernel of their own
+
+
+def with_least_rows(x: Tensor) -> Tensor:
+    """Return ``x`` [... rows in] with zeros behind it up to LEAST_IN_ORDER rows."""
+    missing = LEAST_IN_ORDER - x.shape[-2]
+    return pad(x, (0, 0, 0, missing)) if missing > 0 else x
 
 
 def ordered_matmul(a: Tensor, b: Tensor) -> Tensor:

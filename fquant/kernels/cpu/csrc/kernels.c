@@ -272,9 +272,9 @@ EXPORT int64_t fquant_matmul_t(int isa, int threads, const Packed *w, const void
 EXPORT int64_t fquant_ordered_matmul(int isa, int threads, int transposed, int64_t batch, const void *x, int64_t m,
                                      int64_t next_x, const void *w, int64_t rows, int64_t width, int64_t next_w, void *y,
                                      int64_t next_y, int dtype, void *room) {
-    Batch work = {{.codes = w, .rows = rows, .width = width, .block = width, .dtype = dtype}, x, y, m,
-                  {next_x, next_w, next_y}, isa, transposed, dtype};
-    return batch_product(&work, batch, threads, room);
+    Batch work = {.w = {.codes = w, .rows = rows, .width = width, .block = width, .dtype = dtype}, .x = x, .y = y, .m = m,
+                  .next = {next_x, next_w, next_y}, .isa = isa, .transposed = transposed, .dtype = dtype};
+    return batch_product(work, batch, threads, room);
 }
 
 /* The integers of x [m, width], quantised by rows, times the levels of w, to y [m, rows]. If `room`

@@ -71,25 +71,22 @@ static int64_t product(int isa, int threads, int transposed, const Packed *w, co
     return 0;
 }
 
-/* A batch of products with dense weights, each by one thread. */
-static void one_of_batch(void *work, int64_t unit, void *scratch) {
+/* One of a batch of products with dense weights. */
+static void one_of_batch(void *work, int64_t unit, void *room) {
     const Batch *b = work;
     Packed w = b->w;
     w.codes += unit * b->next[1];
-    product(b->isa, 1, b->transposed, &w, b->x + unit * b->next[0], b->m, b->y + unit * b->next[2], b->dtype, scratch);
+    product(b->isa, b->threads, b->transposed, &w, b->x + unit * b->next[0], b->m, b->y + unit * b->next[2], b->dtype, room);
 }
 
-/* All products of a batch, each by all threads if it has fewer products than these. Without `room`, return its bytes. */
-static int64_t batch_product(const Batch *b, int64_t batch, int threads, void *room) {
-    int each = batch < threads ? threads : 1;
-    int64_t size = padded_to(product(b->isa, each, b->transposed, &b->w, b->x, b->m, b->y, b->dtype, NULL), 64);
-    if (!room) return each > 1 ? size : size * threads;
-    if (each == 1) return run(one_of_batch, (void *)b, batch, (size_t)size, room, threads);
-    for (int64_t i = 0; i < batch; i++) {
-        Packed w = b->w;
-        w.codes += i * b->next[1];
-        product(b->isa, threads, b->transposed, &w, b->x + i * b->next[0], b->m, b->y + i * b->next[2], b->dtype, room);
-    }
+/* All products of a batch: a thread for each, or if there are fewer than threads, all threads for one after another.
+   Without `room`, return its bytes. */
+static int64_t batch_product(Batch b, int64_t batch, int threads, void *room) {
+    b.threads = batch < threads ? threads : 1;
+    int64_t size = padded_to(product(b.isa, b.threads, b.transposed, &b.w, b.x, b.m, b.y, b.dtype, NULL), 64);
+    if (!room) return size * (b.threads > 1 ? 1 : threads);
+    if (b.threads == 1) return run(one_of_batch, &b, batch, (size_t)size, room, threads);
+    for (int64_t i = 0; i < batch; i++) one_of_batch(&b, i, room);
     return 0;
 }
 

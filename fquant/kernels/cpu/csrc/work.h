@@ -47,7 +47,7 @@ typedef struct { /* products of dense x [m, inner] and w; next: bytes from one o
     const char *x;
     char *y;
     int64_t m, next[3];
-    int isa, transposed, dtype;
+    int isa, threads, transposed, dtype; /* threads: of one product */
 } Batch;
 
 /* How rows of x are quantised: to integers from `first` to `last` in units of absmax / unit, or with a zero point; or
