@@ -42,7 +42,8 @@ def scan(block: Callable[..., Any], carry: Any, layers: Any, *shared: Any) -> tu
     the block reads and is not given.
     """
     check_closure("scan", block)
-    each, call, outs = layers if isinstance(layers, list) else unstack_layers(layers), repeated(block), list[Any]()
+    each, call = layers if isinstance(layers, list) else unstack_layers(layers), repeated(block)
+    outs: list[Any] = []  # not list[Any](), which Dynamo cannot trace
     for i, layer in enumerate(each):
         result = call(carry, layer, *shared)
         if not isinstance(result, tuple) or len(result) != 2:

@@ -75,6 +75,15 @@ def test_every_transform_equals_the_loop(name, f, listed):
     assert equal(captured(layers, x), wanted) and equal(captured(layers, x), wanted)
 
 
+@pytest.mark.parametrize("name", ["value", "grad of both", "vmap"])
+@pytest.mark.parametrize("listed", [True, False], ids=["listed", "stacked"])
+def test_torch_compile_traces_a_scan(name, listed):
+    layers, f = LISTED if listed else STACKED, TRANSFORMS[name](partial(total, scan, block))
+    found, wanted = torch.compile(f, backend="eager", fullgraph=True)(layers, X), f(layers, X)
+    assert tree.structure(found) == tree.structure(wanted)
+    assert all(map(torch.allclose, tree.leaves(found), tree.leaves(wanted)))
+
+
 class Counted:
     """A block that counts its Python calls."""
 

@@ -46,10 +46,10 @@ def repeated(f: Callable[..., Any]) -> Callable[..., Any]:
     Arguments and results are trees. The gradients of an argument that ``f`` uses several times are added within each
     call first. Raises RuntimeError if ``f`` runs other ops when it is traced again.
     """
-    traces = list[_Trace]()
+    traces: list[_Trace] = []  # not list[_Trace](), which Dynamo cannot trace
 
     def call(*args: Any) -> Any:
-        if recorder() is None and not torch.is_grad_enabled():
+        if torch.compiler.is_dynamo_compiling() or (recorder() is None and not torch.is_grad_enabled()):
             return f(*args)
         flat, structure = tree.flatten(args)
         places = [i for i, leaf in enumerate(flat) if isinstance(leaf, Tensor)]

@@ -10,18 +10,19 @@ from tests.helpers.arrays import randn
 
 _aten = torch.ops.aten
 X = randn(6, 5)
+number = lambda x: 0.7 if x.is_floating_point() else 3  # one that bf16 and f16 do not have
 CALLS = {
     _aten.zeros.default: lambda x: torch.zeros(4, 3, dtype=x.dtype),
     _aten.new_zeros.default: lambda x: x.new_zeros(4, 3),
     _aten.ones.default: lambda x: torch.ones(4, 3, dtype=x.dtype),
     _aten.new_ones.default: lambda x: x.new_ones(4, 3),
-    _aten.full.default: lambda x: torch.full((4, 3), 2, dtype=x.dtype),
-    _aten.new_full.default: lambda x: x.new_full((4, 3), 2),
-    _aten.masked_fill.Scalar: lambda x: x.mT.masked_fill((x[:, :1] > 0).mT, -1),
+    _aten.full.default: lambda x: torch.full((4, 3), number(x), dtype=x.dtype),
+    _aten.new_full.default: lambda x: x.new_full((4, 3), number(x)),
+    _aten.masked_fill.Scalar: lambda x: x.mT.masked_fill((x[:, :1] > 0).mT, -number(x)),
     _aten.masked_fill.Tensor: lambda x: x.masked_fill(x > 0, x.amax()),
     _aten.index_put.default: lambda x: x.index_put((x[:3, 0].abs().long() % 6,), x[:3] * 3, accumulate=True),
     _aten.relu.default: lambda x: x.mT.relu(),
-    _aten.mul.Scalar: lambda x: _aten.mul.Scalar(x, 3),
+    _aten.mul.Scalar: lambda x: _aten.mul.Scalar(x, number(x)),
     _aten.select_backward.default: lambda x: _aten.select_backward(x[0], (3, 5), 0, -1),
     _aten.slice_backward.default: lambda x: _aten.slice_backward(x, (6, 12), 1, 1, 11, 2),
     _aten.diagonal_backward.default: lambda x: _aten.diagonal_backward(x[0], (7, 6), 1, 0, 1),
@@ -31,7 +32,7 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64], ids=str)
 @pytest.mark.parametrize("op", CALLS, ids=str)
 def test_bits_are_those_of_the_op(op, dtype):
     x = (X * 4).to(dtype)
