@@ -291,7 +291,8 @@ def test_vjp_keeps_activations_and_no_weight(format):
     dense = lambda dtype: stacked_linears(*(dequantize(w).to(dtype) for w in (p, q)))
     wanted = vjp(dense(torch.float64), x.double())[1](g.double())[0]
     error, usual = ((got - wanted).norm() for got in (pull(g)[0], vjp(dense(torch.float32), x)[1](g)[0]))
-    assert error <= 2 * usual  # both round in float32, in another order
+    # Both round in float32, in another order; the usual error may be far below that of 512 sums.
+    assert error <= max(2 * usual, 2**-19 * wanted.norm())
 
 
 ADAPTERS = {

@@ -119,7 +119,7 @@ def load() -> ctypes.CDLL:
         "encode": [Pointer, Int, Long, Long, ctypes.POINTER(Encoding), Pointer, Pointer],
         "decode": [packed, Long, Long, Long, Long, Int, Pointer, Long],
         **dict.fromkeys(("matmul", "matmul_t"), [packed, Pointer, Long, Pointer, Int, Pointer]),
-        "ordered_matmul": [Int, Long, Pointer, Long, Long, Pointer, Long, Long, Long, Pointer, Long, Int, Pointer],
+        "ordered_matmul": [Int, Int, Long, Pointer, Long, Long, Pointer, Long, Long, Long, Pointer, Long, Int, Pointer],
         "integer_matmul": [packed, Pointer, Int, Int, ctypes.POINTER(Rounding), Pointer, Long, Pointer, Int, Pointer],
         "integer_mm": [
             *(Pointer, Long, Long, ctypes.POINTER(Rounding)) * 2,

@@ -1,7 +1,8 @@
 """Dense products on the CPU whose elements are sums in order, by csrc/matmul.h.
 
 The C kernels multiply rows of x by rows of a weight, or by its columns. An operand in another layout is copied, the
-smaller one where there is a choice. All ways give the same bits.
+smaller one where there is a choice. By rows C writes the product or, if that takes fewer copies, the transpose of the
+product of the operands in the other order. All ways give the same bits.
 """
 
 from functools import lru_cache
@@ -19,7 +20,7 @@ FEW = 64  # columns up to which they take the place of the rows: these are then 
 class Plan(NamedTuple):
     """The way to compute a product of operands of some layouts."""
 
-    is_turned: bool  # bᵀ · aᵀ is computed, and turned
+    is_turned: bool  # bᵀ · aᵀ is computed, and turned: by C if by rows
     copies: tuple[bool, bool]  # of x, of the weight
     by_columns: bool
     x: tuple[int, int, int]  # batch, rows, bytes from one x to the next
@@ -39,16 +40,18 @@ def run(how: Plan, where: Settings, a: Tensor, b: Tensor, y: Tensor) -> Tensor:
     """Write the product to ``y``, which is contiguous, and return it."""
     x, w = (b.mT, a.mT) if how.is_turned else (a, b)
     x, w = (t.contiguous() if copied else t for t, copied in zip((x, w), how.copies, strict=True))
-    to = y.new_empty(*y.shape[:-2], y.shape[-1], y.shape[-2]) if how.is_turned else y
+    left = how.is_turned and how.by_columns
+    to = y.new_empty(*y.shape[:-2], y.shape[-1], y.shape[-2]) if left else y
     room = torch.empty(how.room, dtype=torch.uint8, device="cpu")
     _call(how, where, DTYPES[y.dtype], x.data_ptr(), w.data_ptr(), to.data_ptr(), room.data_ptr())
-    return y.copy_(to.mT) if how.is_turned else y
+    return y.copy_(to.mT) if left else y
 
 
 def _call(how: Plan, where: Settings, dtype: int, x: int, w: int, y: int, room: int | None) -> int:
     (batch, m, next_x), (rows, columns, next_w) = how.x, how.weight
+    ways = int(how.by_columns), int(how.is_turned and not how.by_columns)
     sizes = batch, x, m, next_x, w, rows, columns, next_w, y, how.apart
-    return compute("ordered_matmul", where, int(how.by_columns), *sizes, dtype, room)
+    return compute("ordered_matmul", where, *ways, *sizes, dtype, room)
 
 
 @lru_cache(maxsize=4096)

@@ -25,8 +25,12 @@ enum { NAME(TILES) = 1, NAME(LEAST_ROWS) = 48, NAME(MOST_ROWS) = 192 };
 
 typedef struct { uint8_t palette, start, none[14]; uint16_t bytes[16]; uint8_t rows[16]; } NAME(Shape);
 
-/* Set the shape of tiles for `first` and `second` rows, each up to 16, and n words. */
+typedef struct { int64_t first, second, words; } NAME(Tiles);
+static _Thread_local NAME(Tiles) NAME(tiles); /* of this thread: to set them takes as long as a thousand operations */
+
+/* Let tiles have `first` and `second` rows, each up to 16, and n words. */
 static void NAME(shape)(int64_t first, int64_t second, int64_t n) {
+    NAME(tiles) = (NAME(Tiles)){first, second, n};
     const uint8_t rows[8] = {first, first, second, second, first, second, n, n};
     NAME(Shape) shape = {.palette = 1};
     for (int i = 0; i < 8; i++) shape.rows[i] = rows[i], shape.bytes[i] = rows[i] ? (i == 4 || i == 5) ? 4 * n : 64 : 0;
@@ -85,14 +89,14 @@ INLINE void NAME(add_tile)(const uint32_t *rows, int64_t apart, const uint32_t *
 INLINE void NAME(add_tiles)(const uint32_t *rows, int64_t apart, int64_t count, const uint32_t *panel, int vecs, int64_t n,
                             int fresh, void *to, int bytes) {
     int64_t width = vecs * LANES;
-    int64_t first = 16, second = 16, deep = 16; /* the shape of tiles, which is set where it changes */
+    NAME(Tiles) now = NAME(tiles);
     for (int64_t k = 0, words; k < n; k += words, fresh = 0) {
         words = n - k < 16 ? n - k : (n - k) / 16 * 16;
         for (int64_t r = 0; r < count; r += 32) {
             int64_t high = MIN(count - r, 32), down = high > 16 ? 2 : 1;
-            int64_t wanted[3] = {MIN(high, 16), MAX(high - 16, 0), MIN(words, 16)};
-            if (first != wanted[0] || second != wanted[1] || deep != wanted[2])
-                NAME(shape)(first = wanted[0], second = wanted[1], deep = wanted[2]);
+            NAME(Tiles) wanted = {MIN(high, 16), MAX(high - 16, 0), MIN(words, 16)};
+            if (now.first != wanted.first || now.second != wanted.second || now.words != wanted.words)
+                now = wanted, NAME(shape)(now.first, now.second, now.words);
             for (int64_t v = 0; v < vecs; v += 2) {
                 const uint32_t *from = rows + r * apart + k, *by = panel + k * width + v * 16;
                 int32_t *sums = (int32_t *)to + r * width + v * 16;
@@ -106,7 +110,6 @@ INLINE void NAME(add_tiles)(const uint32_t *rows, int64_t apart, int64_t count, 
             }
         }
     }
-    if (first != 16 || second != 16 || deep != 16) NAME(shape)(16, 16, 16);
 }
 
 static __attribute__((noinline)) void NAME(add_half_tiles)(const uint32_t *rows, int64_t apart, int64_t count,

@@ -8,6 +8,13 @@
 
 enum { PANEL = VECS * LANES };
 
+/* Round n floats, or a whole row of a panel without a call for each, and store them from y + at. */
+INLINE void NAME(store)(const float *sums, int64_t n, int dtype, void *y, int64_t at) {
+    if (dtype == BF16 && n == PANEL)
+        UNROLLED(v, VECS) NAME(halve)(NAME(to_bf16)(((const Lanes *)sums)[v]), (uint16_t *)y + at + v * LANES);
+    else NAME(halves)(sums, n, dtype, y, at);
+}
+
 /* sums [rows][vecs] += (= if fresh) a sliver of rows times a panel, for n words. The ints are constants. */
 INLINE void NAME(micro)(const uint32_t *sliver, int64_t apart, const uint32_t *panel, int64_t n, int rows, int vecs,
                         int half, int fresh, float *sums) {
@@ -100,7 +107,11 @@ INLINE void NAME(by_rows)(const Gemm *p, int64_t unit, uint32_t *scratch, int ha
                 }
             }
     }
-    for (int64_t m = 0; m < p->m; m += LANES) {
+    for (int64_t j = 0; p->turned && j < panels; j++)
+        for (int64_t r = 0; r < rows; r++)
+            NAME(store)(sums + j * PANEL * tall + r * NAME(vecs)(p->m, j) * LANES, MIN(PANEL, p->m - j * PANEL), p->dtype,
+                        p->y, (row + r) * p->turned + j * PANEL);
+    for (int64_t m = 0; !p->turned && m < p->m; m += LANES) {
         int64_t j = m / PANEL, width = NAME(vecs)(p->m, j) * LANES;
         const uint32_t *from = (const uint32_t *)(sums + j * PANEL * tall + m % PANEL);
         for (int64_t r = 0; r < rows; r += LANES)
@@ -174,13 +185,13 @@ INLINE void NAME(stripe_pairs)(const Gemm *p, int64_t row, int64_t k, int64_t co
 }
 #endif
 
-/* sums [count][PANEL] += `count` rows of g times a panel, for n words. */
+/* sums [count][PANEL] += (= if fresh) `count` rows of g times a panel, for n words. fresh is a constant. */
 INLINE void NAME(add_panel)(const uint32_t *x, int64_t apart, int64_t count, const uint32_t *panel, int64_t n, int half,
-                            float *sums) {
-    if (NAME(TILES) && half) NAME(add_half_tiles)(x, apart, count, panel, VECS, n, 0, sums);
+                            int fresh, float *sums) {
+    if (NAME(TILES) && half) NAME(add_half_tiles)(x, apart, count, panel, VECS, n, fresh, sums);
     else for (int64_t m = 0, rows; m < count; m += rows) {
         rows = MIN(SUMS / VECS, count - m);
-#define ROWS(N) case N: NAME(micro)(x + m * apart, apart, panel, n, N, VECS, half, 0, sums + m * PANEL); break;
+#define ROWS(N) case N: NAME(micro)(x + m * apart, apart, panel, n, N, VECS, half, fresh, sums + m * PANEL); break;
         switch (rows) { ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6) }
 #undef ROWS
     }
@@ -213,12 +224,12 @@ INLINE void NAME(by_columns)(const Gemm *p, int64_t unit, uint32_t *scratch, int
         const uint32_t *x = (const uint32_t *)p->x + start;
         if (p->copy) x = (const uint32_t *)p->copy + start / SLAB * p->m * apart + start % SLAB;
         for (int64_t j = 0; j < panels; j++)
-            NAME(add_panel)(x, apart, p->m, w + j * STEPS * PANEL, n, half, sums + j * p->m * PANEL);
+            NAME(add_panel)(x, apart, p->m, w + j * STEPS * PANEL, n, half, 0, sums + j * p->m * PANEL);
     }
     for (int64_t m = 0; m < p->m; m++)
         for (int64_t j = 0; j < panels; j++)
-            NAME(halves)(sums + (j * p->m + m) * PANEL, MIN(PANEL, width - j * PANEL), p->dtype, p->y,
-                         m * p->w.width + column + j * PANEL);
+            NAME(store)(sums + (j * p->m + m) * PANEL, MIN(PANEL, width - j * PANEL), p->dtype, p->y,
+                        m * p->w.width + column + j * PANEL);
 }
 
 /* y [rows][..] with stride `next` = rows times a panel of floats, for n words. rows is a constant. */
@@ -254,10 +265,9 @@ INLINE void NAME(by_short_columns)(const Gemm *p, int64_t unit, uint32_t *scratc
                 }
                 continue;
             }
-            memset(sums, 0, (size_t)(count * PANEL * 4));
-            NAME(add_panel)(x + first * apart, apart, count, panel, n, half, sums);
+            NAME(add_panel)(x + first * apart, apart, count, panel, n, half, 1, sums);
             for (int64_t m = 0; m < count; m++)
-                NAME(halves)(sums + m * PANEL, there, p->dtype, p->y, (first + m) * p->w.width + at);
+                NAME(store)(sums + m * PANEL, there, p->dtype, p->y, (first + m) * p->w.width + at);
         }
 }
 

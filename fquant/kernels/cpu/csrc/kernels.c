@@ -74,7 +74,7 @@ enum { SLAB = 512, STEPS = 128, APART = SLAB + 16 };
 enum { TILED_ROWS = 96 };                  /* rows whose integer sums stay near: a multiple of slivers and of tiles */
 enum { STRIPE = 256 };                     /* columns in a unit of matmul_t */
 enum { IN_PLACE = 8 };                     /* rows of a sliver that is no copy, lest they compete for a cache set */
-enum { FEW_ROWS = 64, MANY_ROWS = 192 };   /* its rows of x, at a time and in a unit, if sums are short */
+enum { FEW_ROWS = 32, MANY_ROWS = 192 };   /* its rows of x, at a time and in a unit, if sums are short */
 enum { MOST_X = 512, COPY = 6 << 20 };     /* rows of x that are copied at a time, and bytes */
 
 #define FOLDED 0x243F6A8885A308D3u /* xor'ed to keys that are folded, lest they equal keys of draws */
@@ -259,21 +259,21 @@ EXPORT int64_t fquant_decode(int isa, int threads, const Packed *w, int64_t row,
 /* x [m, in] · wᵀ to y [m, out], or x [m, out] · w to y [m, in]. If `room` is NULL but needed, return its bytes only. */
 EXPORT int64_t fquant_matmul(int isa, int threads, const Packed *w, const void *x, int64_t m, void *y, int dtype,
                              void *room) {
-    return product(isa, threads, 0, w, x, m, y, dtype, room);
+    return product(isa, threads, 0, 0, w, x, m, y, dtype, room);
 }
 EXPORT int64_t fquant_matmul_t(int isa, int threads, const Packed *w, const void *x, int64_t m, void *y, int dtype,
                                void *room) {
-    return product(isa, threads, 1, w, x, m, y, dtype, room);
+    return product(isa, threads, 1, 0, w, x, m, y, dtype, room);
 }
 
-/* A batch of products x [m, inner] · wᵀ for w [rows, width], or x · w if transposed, with `next` bytes from one x, w and
-   y to the next. An element is a sum in the order of the inner dimension: it depends on its own row of x and row (or
+/* A batch of products x [m, inner] · wᵀ for w [rows, width], or w · xᵀ if turned, or x · w if transposed, with `next`
+   bytes from one x, w and y to the next. An element is a sum in the order of the inner dimension: it depends on its own row of x and row (or
    column) of w alone. If `room` is NULL, return its bytes only. */
-EXPORT int64_t fquant_ordered_matmul(int isa, int threads, int transposed, int64_t batch, const void *x, int64_t m,
-                                     int64_t next_x, const void *w, int64_t rows, int64_t width, int64_t next_w, void *y,
-                                     int64_t next_y, int dtype, void *room) {
+EXPORT int64_t fquant_ordered_matmul(int isa, int threads, int transposed, int turned, int64_t batch, const void *x,
+                                     int64_t m, int64_t next_x, const void *w, int64_t rows, int64_t width, int64_t next_w,
+                                     void *y, int64_t next_y, int dtype, void *room) {
     Batch work = {.w = {.codes = w, .rows = rows, .width = width, .block = width, .dtype = dtype}, .x = x, .y = y, .m = m,
-                  .next = {next_x, next_w, next_y}, .isa = isa, .transposed = transposed, .dtype = dtype};
+                  .next = {next_x, next_w, next_y}, .isa = isa, .transposed = transposed, .turned = turned, .dtype = dtype};
     return batch_product(work, batch, threads, room);
 }
 

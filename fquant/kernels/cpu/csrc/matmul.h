@@ -30,10 +30,10 @@ static int64_t group_of(const Kernels *k, int64_t rows, int threads) {
     return best;
 }
 
-/* x · wᵀ, or x · w if transposed: x in chunks, whose copies take at most COPY bytes unless x is wide. Without a needed
-   `room`, return its bytes and do nothing. */
-static int64_t product(int isa, int threads, int transposed, const Packed *w, const void *x, int64_t m, void *y, int dtype,
-                       void *room) {
+/* x · wᵀ, or w · xᵀ if turned, or x · w if transposed: x in chunks, whose copies take at most COPY bytes unless x is
+   wide. Without a needed `room`, return its bytes and do nothing. */
+static int64_t product(int isa, int threads, int transposed, int turned, const Packed *w, const void *x, int64_t m, void *y,
+                       int dtype, void *room) {
     const Kernels *k = &available[isa].kernels;
     Gemm work = {.w = *w, .dtype = dtype, .inner = transposed ? w->rows : w->width, .half = k->bf16 && dtype == BF16};
     if (w->dtype == F32) work.w.dtype = dtype; /* the weight is rounded to x's dtype, and multiplied in float32 */
@@ -43,7 +43,7 @@ static int64_t product(int isa, int threads, int transposed, const Packed *w, co
         return gemv(isa, threads, &work.w, x, m, y, dtype, work.interleaved ? 2 : work.half);
     work.words = work.half ? (work.inner + 1) / 2 : work.inner;
     work.group = !w->bits && m <= k->panel ? k->least_rows : group_of(k, w->rows, threads);
-    work.apart = MIN(padded_to(work.words, 16) + 16, APART);
+    work.apart = MIN(padded_to(work.words, 16) + 16, APART), work.turned = turned ? m : 0;
     int64_t row = (transposed ? slabs_of(work.words) * work.apart : work.words) * 4;
     int64_t most = MIN(MOST_X, MAX(COPY / row, k->lanes));
     if (transposed && are_words(x, dtype, work.half, work.inner) && !k->tiles && COPY / row < m) most = MOST_X, row = 0; /* no copy */
@@ -55,7 +55,8 @@ static int64_t product(int isa, int threads, int transposed, const Packed *w, co
         work.stripes = MIN(STEPS / work.words, units);
         units = (units + work.stripes - 1) / work.stripes;
     }
-    int64_t scratch = 4 * (transposed ? STRIPE * (STEPS + chunk)
+    int64_t scratch = 4 * (work.stripes ? STRIPE * STEPS + FEW_ROWS * k->panel
+                           : transposed ? STRIPE * (STEPS + chunk)
                                       : MAX(work.group, k->lanes) * APART + padded_to(work.group, k->lanes) * padded);
     if (!room) return 64 + padded_to(copied, 64) + scratch * threads;
     char *copy = (char *)padded_to((intptr_t)room, 64), *rest = copy + padded_to(copied, 64);
@@ -63,7 +64,7 @@ static int64_t product(int isa, int threads, int transposed, const Packed *w, co
     for (int64_t start = 0; start < m; start += chunk) {
         work.m = MIN(chunk, m - start);
         work.x = (const char *)x + start * work.inner * size_of(dtype);
-        work.y = (char *)y + start * (transposed ? w->width : w->rows) * size_of(dtype);
+        work.y = (char *)y + start * (transposed ? w->width : turned ? 1 : w->rows) * size_of(dtype);
         int64_t packs = !copied ? 0 : transposed ? work.m : (work.m + k->panel - 1) / k->panel * slabs_of(work.words);
         if (packs) run(transposed ? k->pack_t : k->pack, &work, packs, (size_t)scratch, rest, threads);
         run(transposed ? k->matmul_t : k->matmul, &work, units * (work.stripes ? (work.m + MANY_ROWS - 1) / MANY_ROWS : 1), (size_t)scratch, rest, threads);
@@ -76,14 +77,14 @@ static void one_of_batch(void *work, int64_t unit, void *room) {
     const Batch *b = work;
     Packed w = b->w;
     w.codes += unit * b->next[1];
-    product(b->isa, b->threads, b->transposed, &w, b->x + unit * b->next[0], b->m, b->y + unit * b->next[2], b->dtype, room);
+    product(b->isa, b->threads, b->transposed, b->turned, &w, b->x + unit * b->next[0], b->m, b->y + unit * b->next[2], b->dtype, room);
 }
 
 /* All products of a batch: a thread for each, or if there are fewer than threads, all threads for one after another.
    Without `room`, return its bytes. */
 static int64_t batch_product(Batch b, int64_t batch, int threads, void *room) {
     b.threads = batch < threads ? threads : 1;
-    int64_t size = padded_to(product(b.isa, b.threads, b.transposed, &b.w, b.x, b.m, b.y, b.dtype, NULL), 64);
+    int64_t size = padded_to(product(b.isa, b.threads, b.transposed, b.turned, &b.w, b.x, b.m, b.y, b.dtype, NULL), 64);
     if (!room) return size * (b.threads > 1 ? 1 : threads);
     if (b.threads == 1) return run(one_of_batch, &b, batch, (size_t)size, room, threads);
     for (int64_t i = 0; i < batch; i++) one_of_batch(&b, i, room);

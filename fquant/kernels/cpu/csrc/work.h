@@ -39,6 +39,7 @@ typedef struct { /* x [m, inner] in `words` words a row; copy: of x, packed, or 
     void *copy, *y;
     int64_t m, inner, words, group;
     int64_t apart, stripes; /* of matmul_t: words from a row of `copy` to the next; stripes in a unit, 0 for long sums */
+    int64_t turned;         /* of matmul: 0, or elements from a row of the result to the next, if that is w · xᵀ */
     int dtype, half, interleaved;
 } Gemm;
 
@@ -47,7 +48,7 @@ typedef struct { /* products of dense x [m, inner] and w; next: bytes from one o
     const char *x;
     char *y;
     int64_t m, next[3];
-    int isa, threads, transposed, dtype; /* threads: of one product */
+    int isa, threads, transposed, turned, dtype; /* threads: of one product */
 } Batch;
 
 /* How rows of x are quantised: to integers from `first` to `last` in units of absmax / unit, or with a zero point; or
