@@ -12,7 +12,7 @@ A rank that waits learns of these, and raises RuntimeError with the ranks, and t
 
     another text         the ranks of a group announce different things
     a rank has gone      it raised, ended, was killed, or left the group: its connection closes, after its last words
-    a rank is silent     it has not answered for 7 s: it is stopped, its machine is lost, or the cable is cut
+    a rank is silent     it has not answered for 6 s: it is stopped, its machine is lost, or the cable is cut
     a wait in a circle   each rank waits for the next, in calls of different groups
 
 The last two need questions. Every half second a rank that waits asks those it waits for, and those they wait for, what

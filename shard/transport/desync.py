@@ -31,7 +31,7 @@ from . import control_plane, last_resort
 from .control_plane import POLL, Gather
 from .error_text import Arrival, difference, line, waits_in_circle
 
-SILENCE = 7.0  # seconds without an answer, after which a rank counts as stopped
+SILENCE = 6.0  # seconds without an answer, after which a rank counts as stopped
 ROUNDS = 3  # of answers that have the same circle
 STUCK = 2  # ticks after an error in which a thread that waits in a transfer uses no processor
 IDLE = 0.01  # seconds of processor time in a tick, of a thread that only waits

@@ -219,7 +219,7 @@ def test_a_rank_that_is_stopped():
     ranks.run(2, dist.get_rank)  # so that they exist
     messages = expect(2, stops, ranks.pids())
     assert re.search(
-        rf"rank 1 has not answered for 7 s, so it is stopped or cut off; it was last seen in {re.escape(SUM)}{LINE}; "
+        rf"rank 1 has not answered for 6 s, so it is stopped or cut off; it was last seen in {re.escape(SUM)}{LINE}; "
         rf"rank 0 waits for it in {re.escape(SUM)}{LINE}$",
         messages[0],
     ), messages[0]

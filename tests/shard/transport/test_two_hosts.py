@@ -224,7 +224,7 @@ def test_a_cut_cable_is_named_on_both_sides(cable, tmp_path, size, call):
     }[call]
     named = set()
     for text in cable.outputs():
-        line = re.search(r"RuntimeError: rank (\d) has not answered for 7 s, so it is stopped or cut off; it .*", text)
+        line = re.search(r"RuntimeError: rank (\d) has not answered for 6 s, so it is stopped or cut off; it .*", text)
         assert line, text
         named.add(line[1])
         own = 1 - int(line[1])
