@@ -4,7 +4,7 @@
     masked_fill(x, mask, 3)           # place.copy_(x); place.masked_fill_(mask, 3)
     select_backward(g, size, 0, 2)    # place.fill_(0); place.select(0, 2).copy_(g)
     eye(size)                         # place.fill_(0); place.diagonal().fill_(1)
-    mul(x, 0.3)                       # a product with a tensor that is the number, into place
+    mul(x, 0.3)                       # mul.out(x, 0.3) into place: mul_ rounds the number to x's dtype
     stack([x, y], 1)                  # cat([x.unsqueeze(1), y.unsqueeze(1)], 1) into place
 
 torch computes the same by the same kernels, in memory that it allocates, so bits are equal.
@@ -29,8 +29,7 @@ _SCATTERS = {  # gradients of views, which are zero elsewhere
     _aten.diagonal_backward.default: _aten.diagonal.default,
 }  # fmt: skip
 _EYES = (_aten.eye.default, _aten.eye.m)
-_PRODUCT = _aten.mul.Scalar  # its variant in place rounds the number to bf16 or f16, if x is
-COMPOSED = frozenset((*_FILLS, *_VALUES, *_IN_PLACE, *_SCATTERS, *_EYES, _PRODUCT, _aten.stack.default))
+COMPOSED = frozenset((*_FILLS, *_VALUES, *_IN_PLACE, *_SCATTERS, *_EYES, _aten.mul.Scalar, _aten.stack.default))
 
 
 def compose(call: Node, place: Node) -> None:
@@ -53,7 +52,7 @@ def compose(call: Node, place: Node) -> None:
     elif op in _EYES:
         before(_aten.fill_.Scalar, place, 0)
         _replace_in_view(call, _aten.fill_.Scalar, before(_aten.diagonal.default, place), 1)
-    elif op is _PRODUCT:
+    elif op is _aten.mul.Scalar:
         _replace(call, _aten.mul.out, *args, out=place)
     else:
         parts: Any = args[0]

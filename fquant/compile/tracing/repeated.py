@@ -13,7 +13,7 @@ computed twice. The pullback is recorded for the cotangents that arrive first, b
 must be equal and are dropped. Vmaps within the transform are part of what it differentiates. Those around it map
 forward and pullback, each as they are.
 
-Forward mode, and two transforms for gradients around each other, trace every call.
+Forward mode, two transforms for gradients around each other, and torch.compile trace every call.
 """
 
 from collections.abc import Callable, Sequence

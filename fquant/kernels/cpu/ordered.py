@@ -20,7 +20,7 @@ FEW = 64  # columns up to which they take the place of the rows: these are then 
 class Plan(NamedTuple):
     """The way to compute a product of operands of some layouts."""
 
-    is_turned: bool  # bᵀ · aᵀ is computed, and turned: by C if by rows
+    is_swapped: bool  # bᵀ · aᵀ is computed, and turned: by C if by rows, else by torch
     copies: tuple[bool, bool]  # of x, of the weight
     by_columns: bool
     x: tuple[int, int, int]  # batch, rows, bytes from one x to the next
@@ -38,18 +38,18 @@ def ordered_matmul(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
 
 def run(how: Plan, where: Settings, a: Tensor, b: Tensor, y: Tensor) -> Tensor:
     """Write the product to ``y``, which is contiguous, and return it."""
-    x, w = (b.mT, a.mT) if how.is_turned else (a, b)
+    x, w = (b.mT, a.mT) if how.is_swapped else (a, b)
     x, w = (t.contiguous() if copied else t for t, copied in zip((x, w), how.copies, strict=True))
-    left = how.is_turned and how.by_columns
-    to = y.new_empty(*y.shape[:-2], y.shape[-1], y.shape[-2]) if left else y
+    turned_here = how.is_swapped and how.by_columns
+    to = y.new_empty(*y.shape[:-2], y.shape[-1], y.shape[-2]) if turned_here else y
     room = torch.empty(how.room, dtype=torch.uint8, device="cpu")
     _call(how, where, DTYPES[y.dtype], x.data_ptr(), w.data_ptr(), to.data_ptr(), room.data_ptr())
-    return y.copy_(to.mT) if left else y
+    return y.copy_(to.mT) if turned_here else y
 
 
 def _call(how: Plan, where: Settings, dtype: int, x: int, w: int, y: int, room: int | None) -> int:
     (batch, m, next_x), (rows, columns, next_w) = how.x, how.weight
-    ways = int(how.by_columns), int(how.is_turned and not how.by_columns)
+    ways = int(how.by_columns), int(how.is_swapped and not how.by_columns)
     sizes = batch, x, m, next_x, w, rows, columns, next_w, y, how.apart
     return compute("ordered_matmul", where, *ways, *sizes, dtype, room)
 
@@ -63,8 +63,8 @@ def plan(
     batch, next_of = (outer or [1])[0], lambda stride: stride[0] if outer else 0
     next_a, next_b = next_of(of_a), next_of(of_b)
     down_a, across_a, down_b, across_b = *of_a[-2:], *of_b[-2:]
-    is_turned = n < m and (n <= FEW or across_a != 1)
-    if is_turned:
+    is_swapped = n < m and (n <= FEW or across_a != 1)
+    if is_swapped:
         m, n, next_a, next_b = n, m, next_b, next_a
         down_a, across_a, down_b, across_b = across_b, down_b, across_a, down_a
     is_dense = lambda rows, width, down, across: (across == 1 or width == 1) and (down == width or rows == 1)
@@ -76,5 +76,5 @@ def plan(
     size = dtype.itemsize
     next_w = (k * n if copies_w else next_b) * size * bool(outer)
     weight = (k, n, next_w) if by_columns else (n, k, next_w)
-    how = Plan(is_turned, (copies_x, copies_w), by_columns, (batch, m, m * k * size), weight, m * n * size, 0)
+    how = Plan(is_swapped, (copies_x, copies_w), by_columns, (batch, m, m * k * size), weight, m * n * size, 0)
     return how._replace(room=_call(how, where, DTYPES[dtype], 0, 0, 0, None))

@@ -5,8 +5,9 @@
         0 1  <-  4  x  6 7
         2 3      5
 
-   Tiles at the ends of rows and words are smaller, so a row has the same sums wherever it is. A unit sets the shape of
-   the tiles for its thread, and gives back the one it found, which may be that of torch's libraries. */
+   Tiles at the ends of rows and words are smaller, so a row has the same sums wherever it is. A unit begins with whole
+   tiles, and gives back the shape it found, which may be that of torch's libraries. To set a shape takes about 1,000
+   cycles, so a thread remembers the one it has. */
 
 /* A unit of matmul has LEAST_ROWS to MOST_ROWS of a weight: multiples of all slivers, and of tiles. */
 
@@ -25,13 +26,13 @@ enum { NAME(TILES) = 1, NAME(LEAST_ROWS) = 48, NAME(MOST_ROWS) = 192 };
 
 typedef struct { uint8_t palette, start, none[14]; uint16_t bytes[16]; uint8_t rows[16]; } NAME(Shape);
 
-typedef struct { int64_t first, second, words; } NAME(Tiles);
-static _Thread_local NAME(Tiles) NAME(tiles); /* of this thread: to set them takes as long as a thousand operations */
+typedef struct { int64_t first, second, words; } NAME(Size); /* rows of the upper and the lower tiles, each up to 16 */
+static _Thread_local NAME(Size) NAME(size); /* of this thread's tiles */
 
-/* Let tiles have `first` and `second` rows, each up to 16, and n words. */
-static void NAME(shape)(int64_t first, int64_t second, int64_t n) {
-    NAME(tiles) = (NAME(Tiles)){first, second, n};
+static void NAME(resize)(NAME(Size) to) {
+    const uint8_t first = to.first, second = to.second, n = to.words;
     const uint8_t rows[8] = {first, first, second, second, first, second, n, n};
+    NAME(size) = to;
     NAME(Shape) shape = {.palette = 1};
     for (int i = 0; i < 8; i++) shape.rows[i] = rows[i], shape.bytes[i] = rows[i] ? (i == 4 || i == 5) ? 4 * n : 64 : 0;
     __asm__ volatile("" : : "r"(&shape) : "memory"); /* GCC's intrinsic reads the first 8 bytes only, to its knowledge */
@@ -40,7 +41,7 @@ static void NAME(shape)(int64_t first, int64_t second, int64_t n) {
 
 INLINE void NAME(begin_tiles)(NAME(Shape) *found) {
     _tile_storeconfig(found);
-    NAME(shape)(16, 16, 16);
+    NAME(resize)((NAME(Size)){16, 16, 16});
 }
 INLINE void NAME(end_tiles)(const NAME(Shape) *found) {
     __asm__ volatile("" : : "r"(found) : "memory");
@@ -89,14 +90,14 @@ INLINE void NAME(add_tile)(const uint32_t *rows, int64_t apart, const uint32_t *
 INLINE void NAME(add_tiles)(const uint32_t *rows, int64_t apart, int64_t count, const uint32_t *panel, int vecs, int64_t n,
                             int fresh, void *to, int bytes) {
     int64_t width = vecs * LANES;
-    NAME(Tiles) now = NAME(tiles);
+    NAME(Size) now = NAME(size);
     for (int64_t k = 0, words; k < n; k += words, fresh = 0) {
         words = n - k < 16 ? n - k : (n - k) / 16 * 16;
         for (int64_t r = 0; r < count; r += 32) {
             int64_t high = MIN(count - r, 32), down = high > 16 ? 2 : 1;
-            NAME(Tiles) wanted = {MIN(high, 16), MAX(high - 16, 0), MIN(words, 16)};
+            NAME(Size) wanted = {MIN(high, 16), MAX(high - 16, 0), MIN(words, 16)};
             if (now.first != wanted.first || now.second != wanted.second || now.words != wanted.words)
-                now = wanted, NAME(shape)(now.first, now.second, now.words);
+                NAME(resize)(now = wanted);
             for (int64_t v = 0; v < vecs; v += 2) {
                 const uint32_t *from = rows + r * apart + k, *by = panel + k * width + v * 16;
                 int32_t *sums = (int32_t *)to + r * width + v * 16;

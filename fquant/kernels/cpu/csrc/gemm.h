@@ -107,11 +107,11 @@ INLINE void NAME(by_rows)(const Gemm *p, int64_t unit, uint32_t *scratch, int ha
                 }
             }
     }
-    for (int64_t j = 0; p->turned && j < panels; j++)
+    if (p->turned) for (int64_t j = 0; j < panels; j++)
         for (int64_t r = 0; r < rows; r++)
             NAME(store)(sums + j * PANEL * tall + r * NAME(vecs)(p->m, j) * LANES, MIN(PANEL, p->m - j * PANEL), p->dtype,
                         p->y, (row + r) * p->turned + j * PANEL);
-    for (int64_t m = 0; !p->turned && m < p->m; m += LANES) {
+    else for (int64_t m = 0; m < p->m; m += LANES) {
         int64_t j = m / PANEL, width = NAME(vecs)(p->m, j) * LANES;
         const uint32_t *from = (const uint32_t *)(sums + j * PANEL * tall + m % PANEL);
         for (int64_t r = 0; r < rows; r += LANES)

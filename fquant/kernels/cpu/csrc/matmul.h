@@ -35,7 +35,8 @@ static int64_t group_of(const Kernels *k, int64_t rows, int threads) {
 static int64_t product(int isa, int threads, int transposed, int turned, const Packed *w, const void *x, int64_t m, void *y,
                        int dtype, void *room) {
     const Kernels *k = &available[isa].kernels;
-    Gemm work = {.w = *w, .dtype = dtype, .inner = transposed ? w->rows : w->width, .half = k->bf16 && dtype == BF16};
+    Gemm work = {.w = *w, .dtype = dtype, .inner = transposed ? w->rows : w->width, .half = k->bf16 && dtype == BF16,
+                 .turned = turned ? m : 0};
     if (w->dtype == F32) work.w.dtype = dtype; /* the weight is rounded to x's dtype, and multiplied in float32 */
     work.interleaved = work.half && w->bits == 4 && w->block % 64 == 0 && w->width % 128 == 0 && !w->offset &&
                        w->dtype != F16; /* the fastest kind: all bf16, 4-bit codes in whole vectors */
@@ -43,7 +44,7 @@ static int64_t product(int isa, int threads, int transposed, int turned, const P
         return gemv(isa, threads, &work.w, x, m, y, dtype, work.interleaved ? 2 : work.half);
     work.words = work.half ? (work.inner + 1) / 2 : work.inner;
     work.group = !w->bits && m <= k->panel ? k->least_rows : group_of(k, w->rows, threads);
-    work.apart = MIN(padded_to(work.words, 16) + 16, APART), work.turned = turned ? m : 0;
+    work.apart = MIN(padded_to(work.words, 16) + 16, APART);
     int64_t row = (transposed ? slabs_of(work.words) * work.apart : work.words) * 4;
     int64_t most = MIN(MOST_X, MAX(COPY / row, k->lanes));
     if (transposed && are_words(x, dtype, work.half, work.inner) && !k->tiles && COPY / row < m) most = MOST_X, row = 0; /* no copy */
