@@ -7,11 +7,13 @@ Only the arguments are saved. ``torch.utils.checkpoint`` uses saved-tensor hooks
 autograd Function whose backward is the vjp of the recomputation. ``torch.func.grad`` runs every backward with
 create_graph=True, which keeps all that the recomputation computes. At first order this backward records nothing, which
 saves the memory. Differentiating it again would give silent zeros, so it raises; so does a tensor in the closure.
+
+torch differentiates ``silu``, ``mish`` and ``group_norm`` by another formula where a backward is recorded. So at first
+order their gradients are those of plain autograd in every bit, and at order 2 those of ``torch.func.grad``.
 """
 
 import inspect
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial, wraps
 from typing import Any
 
@@ -73,9 +75,14 @@ class _Remat(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         tensors = unwrap_dead(ctx.saved_tensors)
         wanted = [i for i, need in enumerate(ctx.needs_input_grad[3:]) if need]
-        with torch.no_grad() if ctx.order == 1 else nullcontext():
+        if ctx.order == 2:
             found = pull_back(ctx.run, tensors, wanted, grads)
-        if ctx.order == 1:
+        else:
+            try:
+                with torch.no_grad():
+                    found = pull_back(ctx.run, tensors, wanted, grads)
+            except NotImplementedError as error:  # torch's: the backward of silu, for one, has no forward derivative
+                raise (_twice(ctx.name) if "forward AD" in str(error) else error) from None
             inputs = [tensors[i] for i in wanted] + [g for g in grads if g is not None]
             found = _FirstOrderOnly.apply(ctx.name, len(found), *found, *inputs)
         return None, None, None, *replace_at([None] * len(tensors), wanted, found)
@@ -100,10 +107,15 @@ class _FirstOrderOnly(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
-        fault = "gives first derivatives only and was differentiated twice"
-        raise RuntimeError(f"remat({ctx.name}) {fault}; use remat(f, order=2)")
+        raise _twice(ctx.name)
 
     jvp = backward
+
+
+def _twice(name: str) -> RuntimeError:
+    return RuntimeError(
+        f"remat({name}) gives first derivatives only and was differentiated twice; use remat(f, order=2)"
+    )
 
 
 def _name(f: Any) -> str:

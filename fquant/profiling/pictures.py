@@ -49,14 +49,15 @@ def memory(found: Profile, path: Path) -> Path:
     axes = figure.subplots()
     stacked = [row[:-1] for row in rows.values()]
     labels = [f"{name}, {sizes[name] / 2**20:,.0f} MiB" if name in names else name for name in rows]
-    axes.stackplot([1e3 * t for t in times], stacked, labels=labels, colors=COLOURS, step="post", linewidth=0)
+    areas = axes.stackplot([1e3 * t for t in times], stacked, colors=COLOURS, step="post", linewidth=0)
     axes.axvline(1e3 * times[at], color="#444444", linewidth=0.6, linestyle=":")
     axes.set(xlabel="ms of the step", ylabel="MiB", xlim=(0, 1e3 * times[-1] or 1))
     axes.set_title(
         f"{found.name} on {found.device}: {max(live(found)) / 2**20:,.0f} MiB at most", loc="left", fontsize=10
     )
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=7, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    # Names are given here, because those of artists that begin with an underscore have no entry.
+    axes.legend(areas, labels, frameon=False, fontsize=7, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     figure.tight_layout()
     with replacing(path) as file, matplotlib.rc_context({"savefig.dpi": "figure"}):
         figure.savefig(file, format="png")

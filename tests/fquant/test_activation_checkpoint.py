@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.func import grad, hessian, jacrev, jvp, vjp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -21,6 +22,10 @@ X, W, V = draw("x", 5, 6), draw("w", 6, 6), draw("v", 5, 6)
 
 def block(x, w):
     return (x @ w).tanh() @ w.mT
+
+
+def gated(x, w):
+    return F.silu(x @ w) @ w.mT
 
 
 def composed(f):
@@ -67,13 +72,25 @@ def test_first_derivatives(transform, order):
     same(transform(composed(remat(block, order))), transform(composed(block)))
 
 
+@pytest.mark.parametrize("f", [block, gated])
 @pytest.mark.parametrize("transform", SECOND.values(), ids=SECOND)
-def test_second_derivatives(transform):
-    same(transform(composed(remat(block, 2))), transform(composed(block)))
-    with pytest.raises(
-        RuntimeError, match=r"remat\(block\) gives first derivatives only and was .* twice; use remat\(f, o"
-    ):
-        transform(composed(remat(block)))
+def test_second_derivatives(transform, f):
+    same(transform(composed(remat(f, 2))), transform(composed(f)))
+    fault = rf"remat\({f.__name__}\) gives first derivatives only and was .* twice; use remat\(f, o"
+    with pytest.raises(RuntimeError, match=fault):
+        transform(composed(remat(f)))
+
+
+@orders
+def test_bits_of_an_op_of_two_formulas(order):
+    """They are those of plain autograd at order 1, and those of torch.func.grad at order 2."""
+    x, w = (t.clone().requires_grad_() for t in (X, W))
+    loss = lambda f: lambda x, w: f(x, w).square().sum()
+    one, two = torch.autograd.grad(loss(gated)(x, w), (x, w)), grad(loss(gated), (0, 1))(X, W)
+    assert not all(map(torch.equal, one, two))
+    for transform in (lambda f: f, jit):
+        got = transform(grad(loss(remat(gated, order)), (0, 1)))(X, W)
+        assert all(map(torch.equal, got, one if order == 1 else two))
 
 
 @orders

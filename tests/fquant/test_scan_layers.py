@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.func import grad, hessian, jacrev, jvp, vjp, vmap
 
 from fquant import NF4_DQ, jit, linear, lora, quantize, random, remat, scan, stack_layers, tree, unstack_layers
@@ -82,6 +83,38 @@ def test_torch_compile_traces_a_scan(name, listed):
     found, wanted = torch.compile(f, backend="eager", fullgraph=True)(layers, X), f(layers, X)
     assert tree.structure(found) == tree.structure(wanted)
     assert all(map(torch.allclose, tree.leaves(found), tree.leaves(wanted)))
+
+
+TWO_FORMULAS = {  # torch differentiates them by another formula where the backward is recorded
+    "silu": F.silu,
+    "mish": F.mish,
+    "logit": lambda h: h.sigmoid().logit(1e-3),
+    "group_norm": lambda h: F.group_norm(h.reshape(-1, 6), 2).view(h.shape),
+}
+CONSTANTS = {
+    "scalar": lambda h: h * torch.tensor(0.3),
+    "index": lambda h: h[..., torch.tensor([0, 0, 2, 5, 4, 1])],
+    "new_tensor": lambda h: h * h.new_tensor([0.1, 0.2, float("nan"), 0.4, 0.5, 0.6]).nan_to_num(),
+}
+MORE = {
+    "autograd": lambda f: (
+        lambda *args: torch.autograd.grad(f(*(own := [t.detach().requires_grad_() for t in args])), own)
+    )
+}
+
+
+@pytest.mark.parametrize("op", [*TWO_FORMULAS, *CONSTANTS])
+@pytest.mark.parametrize("name", ["grad of both", "vmap of grad", "grad of grad", "hessian", *MORE])
+def test_ops_of_two_formulas_and_constants_of_a_block(name, op):
+    transform, f = (TRANSFORMS | MORE)[name], (TWO_FORMULAS | CONSTANTS)[op]
+
+    def loss(loop, layers, x):
+        return loop(lambda x, w: (x + f(x @ w), x.sum()), x, layers)[0].square().sum()
+
+    layers = draw(3, 6, 6) / 2
+    wanted = transform(partial(loss, looped))(layers, X)
+    assert equal(transform(partial(loss, scan))(layers, X), wanted)
+    assert equal(jit(transform(partial(loss, scan)))(layers, X), wanted)
 
 
 class Counted:
@@ -266,14 +299,22 @@ def test_a_tensor_that_the_block_is_not_given():
             jit(f)(w.expand(4, 6, 6) if f.__name__ == "wrapped" else w, layers, X)
 
 
-def test_a_block_that_is_not_pure():
+@pytest.mark.parametrize(
+    "odd, even, text",
+    [
+        (torch.sin, torch.cos, r"aten.cos.default for aten.sin.default"),
+        (lambda h: h * torch.tensor(2.0), lambda h: h * torch.tensor(3.0), "lift_fresh_copy"),
+    ],
+    ids=["op", "constant"],
+)
+def test_a_block_that_is_not_pure(odd, even, text):
     calls = []
 
     def f(x, w):
         calls.append(w)
-        return (x @ w).sin() if len(calls) % 2 else (x @ w).cos(), ()
+        return odd(x @ w) if len(calls) % 2 else even(x @ w), ()
 
-    with pytest.raises(RuntimeError, match=r"ran aten.cos.default for aten.sin.default when it was traced again"):
+    with pytest.raises(RuntimeError, match=f"ran .*{text}.* when it was traced again"):
         jit(grad(lambda w, x: scan(f, x, [w])[0].sum()))(draw(6, 6), X)
 
 

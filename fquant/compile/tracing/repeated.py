@@ -185,30 +185,33 @@ class _Call:
         results, self.nodes = repeat(self.recorder, self._inputs(found.forward.inputs, given), found.forward)
         return tuple(results)
 
-    def pullback(self, at: tuple[int, ...], *given: Tensor) -> tuple[Tensor, ...]:
-        """Return the gradients of the tracked tensors: ``given`` has the tensors, and cotangents of results ``at``."""
+    def pullback(self, at: tuple[int, ...], enabled: bool, *given: Tensor) -> tuple[Tensor, ...]:
+        """Return the gradients of the tracked tensors: ``given`` has the tensors, and cotangents of results ``at``.
+
+        By the mode of gradients, ``enabled`` in the plain backward or not, torch picks one of two formulas of silu.
+        """
         count = 0
 
         def pulled(*some: Tensor) -> tuple[Tensor, ...]:
             nonlocal count
             inputs, cotangents = some[: len(some) - len(at)], some[len(some) - len(at) :]
-            _, pull = self.differentiated(inputs, at)
+            pull = self.differentiated(inputs, at)[1]
             count = len(self.recorder.graph.nodes) - len(some)  # of the forward, if this is recorded
-            return pull(cotangents)
+            with torch.set_grad_enabled(enabled):
+                return pull(cotangents)
 
         kind, trace = _kind(given), self.trace
         if kind is None or trace is None:
             return pulled(*given)
-        key = (at, kind)
-        found = next((each for each in trace.pullbacks if each[0] == key), None)
+        found = next((each for each in trace.pullbacks if each[0] == (at, enabled, kind)), None)
         if found is None:
             whole = record_template(self.recorder, pulled, given)
             if whole is None:
                 return pulled(*given)
             again, calls = whole.calls[:count], whole.calls[count:]
-            if other := differing(trace.forward, whole._replace(calls=again)):
+            if other := differing(self.recorder, trace.forward, whole._replace(calls=again)):
                 raise RuntimeError(f"jit: a repeated function ran {other} when it was traced again; make it pure")
-            found = (key, [call.node for call in again], whole._replace(calls=calls))
+            found = ((at, enabled, kind), [call.node for call in again], whole._replace(calls=calls))
             trace.pullbacks.append(found)
         _, again, template = found
         inputs = [*self._inputs(template.inputs, given), *zip(again, self.nodes, strict=True)]
@@ -244,7 +247,7 @@ class _Forward(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         tensors, call = unwrap_dead(ctx.saved_tensors), ctx.call
         at = tuple(i for i, g in enumerate(grads) if g is not None)
-        found = _Pullback.apply(call, at, *tensors, *[g for g in grads if g is not None])
+        found = _Pullback.apply(call, at, torch.is_grad_enabled(), *tensors, *[g for g in grads if g is not None])
         return None, *replace_at([None] * len(tensors), call.tracked, found)
 
     @staticmethod
@@ -260,12 +263,12 @@ class _Pullback(torch.autograd.Function):
     """The pullback of a call; its own derivatives are computed without a template."""
 
     @staticmethod
-    def forward(call: _Call, at: tuple[int, ...], *given: Tensor) -> tuple[Tensor, ...]:
-        return call.pullback(at, *given)
+    def forward(call: _Call, at: tuple[int, ...], enabled: bool, *given: Tensor) -> tuple[Tensor, ...]:
+        return call.pullback(at, enabled, *given)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.call, ctx.at, *given = inputs
+        ctx.call, ctx.at, _, *given = inputs
         ctx.save_for_backward(*given)
         ctx.save_for_forward(*given)
         ctx.set_materialize_grads(False)
@@ -273,17 +276,17 @@ class _Pullback(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         given = unwrap_dead(ctx.saved_tensors)
-        wanted = [i for i, need in enumerate(ctx.needs_input_grad[2:]) if need]
+        wanted = [i for i, need in enumerate(ctx.needs_input_grad[3:]) if need]
         found = pull_back(_whole(ctx), given, wanted, grads)
-        return None, None, *replace_at([None] * len(given), wanted, found)
+        return None, None, None, *replace_at([None] * len(given), wanted, found)
 
     @staticmethod
-    def jvp(ctx: Any, _call: Any, _at: Any, *tangents: Any) -> Any:
+    def jvp(ctx: Any, _call: Any, _at: Any, _enabled: Any, *tangents: Any) -> Any:
         return push_forward(_whole(ctx), ctx.saved_tensors, tangents)
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, call: _Call, at: tuple[int, ...], *given: Tensor) -> Any:
-        mapped = restore_vmap(partial(call.pullback, at), in_dims[2:], info.batch_size, info.randomness)
+    def vmap(info: Any, in_dims: Any, call: _Call, at: tuple[int, ...], enabled: bool, *given: Tensor) -> Any:
+        mapped = restore_vmap(partial(call.pullback, at, enabled), in_dims[3:], info.batch_size, info.randomness)
         return mapped(*given)
 
 

@@ -138,17 +138,27 @@ def repeat(
     return [wrap(t, dims) for t, (_, dims) in zip(inner, template.results, strict=True)], made
 
 
-def differing(some: Template, other: Template) -> str | None:
-    """Return None if two templates have equal calls, else the first that differ."""
+def differing(recorder: Recorder, some: Template, other: Template) -> str | None:
+    """Return None if two templates have equal calls, of equal constants, else the first that differ."""
     ours, theirs = (
         {node: i for i, node in enumerate([*x.inputs[: len(some.inputs)], *(call.node for call in x.calls)])}
         for x in (some, other)
     )
     text = lambda call, places: repr((call.node.target, *_numbered((call.args, call.kwargs), places)))
     for one, another in zip(some.calls, other.calls, strict=False):
-        if text(one, ours) != text(another, theirs):
+        constants = zip(_constants(one), _constants(another), strict=False)
+        if text(one, ours) != text(another, theirs) or not all(_equal(recorder, *pair) for pair in constants):
             return f"{another.node.target} for {one.node.target}"
     return None if len(some.calls) == len(other.calls) else f"{len(other.calls)} ops for {len(some.calls)}"
+
+
+def _equal(recorder: Recorder, *constants: Node) -> bool:
+    a, b = (getattr(recorder.root, str(node.target)) for node in constants)
+    if a is b or isinstance(a, FakeTensor) or isinstance(b, FakeTensor):
+        return a is b
+    with _plainly():
+        same = a.dtype == b.dtype and a.shape == b.shape
+        return same and torch.equal(*(t.reshape(-1).view(torch.uint8) for t in (a, b)))
 
 
 @contextmanager
@@ -159,7 +169,14 @@ def _plainly() -> Iterator[None]:
 
 
 def _numbered(x: Any, places: dict[Node, int]) -> Any:
-    return map_aggregate(x, lambda each: f"%{places.get(each, each)}" if isinstance(each, Node) else each)
+    named = lambda node: "a constant" if node.op == "get_attr" else f"%{places.get(node, node)}"
+    return map_aggregate(x, lambda each: named(each) if isinstance(each, Node) else each)
+
+
+def _constants(call: Call) -> list[Node]:
+    found = list[Node]()
+    map_arg((call.args, call.kwargs), lambda node: found.append(node) if node.op == "get_attr" else None)
+    return found
 
 
 def _call(node: Node) -> Call:

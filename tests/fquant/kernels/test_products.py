@@ -56,7 +56,8 @@ def product(op, *args):
 def assert_products(op, x, buffers, spec, w, note=""):
     """Check the products of all backends of the device of ``buffers``; ``w`` are the values, on the host."""
     device = buffers[0].device
-    x, check = x.to(device), product_of(x, w)
+    x = x.to(device)
+    check = product_of(x, w)  # whose bound is that of its device
     for isa in own(device):
         with forced(isa):
             check(product(op, x, buffers, spec), (isa, spec, len(x), note))

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 from torch.func import grad_and_value
 
 import fquant
@@ -134,6 +135,18 @@ def test_holders(profiled):
     holders = {pictures.holder(b) for b in found.buffers}
     assert {"argument adapters", "argument state", "argument base", "argument tokens"} <= holders
     assert any(name.startswith("attention (models/attention.py:") for name in holders)
+
+
+def test_every_holder_has_an_entry(profiled, tmp_path, monkeypatch):
+    """Those of functions whose names begin with an underscore too."""
+    found, seen = profiled[0], list[list[str]]()
+    texts = lambda self: [text.get_text() for text in self.axes[0].get_legend().get_texts()]
+    save = lambda self, *_, **__: seen.append(texts(self))
+    monkeypatch.setattr(Figure, "savefig", save)
+    pictures.memory(found, tmp_path / "memory.png")
+    (names,) = seen
+    assert names[-1] == pictures.OTHERS and all(" MiB" in name for name in names[:-1])
+    assert any(name.startswith("_") for name in names) and len(names) == len(set(names)) > 4
 
 
 @pytest.mark.parametrize("repeats", [0, -1])

@@ -4,10 +4,13 @@ In float32 the difference of a logit x and the largest, m, is rounded by u |x - 
 error of its exponential, which adds a few u. The error of the sum over a row is the mean of these, weighted by the
 terms, and the mean of |x - m| so weighted is below log v. A softmax is a quotient of the two:
 
-    |softmax - exact|  <=  u (8 + log v + |x - m|) · exact
+    |softmax - exact|  <=  u (8 + c log v + c |x - m|) · exact
+
+c is 1, and 2.25 on a card. There the exponential is a power of two, of a product with log2 e. The product is rounded by
+u |x - m| as well, and log2 e itself is off by 0.22 u.
 
 The gradient subtracts one at the target and multiplies by a factor, a few u of the result. Then it is rounded once, to
-the dtype of the logits. The error of the logarithm of the sum is at most u (8 + log v). The caller adds the roundings
+the dtype of the logits. The error of the logarithm of the sum is at most u (8 + c log v). The caller adds the roundings
 of the float32 additions to it.
 """
 
@@ -39,15 +42,18 @@ def drawn(c, v, dtype=torch.float32, seed=0, size=3.0, ignored=True, device=HOST
     return logits.to(device), targets.to(device)
 
 
-def exact(logits: Tensor, targets: Tensor, ignore: int, factor: Tensor | None = None) -> tuple[Tensor, ...]:
+def exact(
+    logits: Tensor, targets: Tensor, ignore: int, factor: Tensor | None = None, on_card: bool = False
+) -> tuple[Tensor, ...]:
     """Return values [c] and gradients [c v] in float64, and their bounds without additions to the values."""
     x, v = logits.double(), logits.shape[1]
     f = torch.ones(len(x)) if factor is None else factor
     value, slope = reference.nll_backward(x, targets, ignore, f.double())
-    few, down = 8 + math.log(v), (x.amax(-1, keepdim=True) - x).nan_to_num(0.0, 0.0, 0.0).clamp(max=200)
+    c, down = 2.25 if on_card else 1.0, (x.amax(-1, keepdim=True) - x).nan_to_num(0.0, 0.0, 0.0).clamp(max=200)
+    few = 8 + c * math.log(v)
     own = torch.finfo(logits.dtype).eps / 2 * slope.abs() + TINY[logits.dtype] * (1 + f.abs()[:, None])
     at = F.one_hot(targets.clamp(0, v - 1), v)
-    error = EPS * f.abs()[:, None] * (x.softmax(-1) * (few + down) + 4 * at)
+    error = EPS * f.abs()[:, None] * (x.softmax(-1) * (few + c * down) + 4 * at)
     return value, slope, value.new_full(value.shape, EPS * few), (error + own).nan_to_num(0.0)
 
 

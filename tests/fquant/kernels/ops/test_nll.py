@@ -44,9 +44,9 @@ def assert_right(logits, targets, ignore=IGNORE, factor=None):
     got, (again, slope) = nll(logits, targets, ignore), nll_backward(logits, targets, ignore, factor)
     assert alike(got, again) and got.is_contiguous() and slope.is_contiguous()
     assert got.dtype is torch.float32 and slope.dtype is logits.dtype and slope.shape == logits.shape
-    extra = steps(logits)
+    extra, on_card = steps(logits), logits.is_cuda
     logits, targets, factor = logits.cpu(), targets.cpu(), None if factor is None else factor.cpu()
-    value, true, bound, slope_bound = exact(logits, targets, ignore, factor)
+    value, true, bound, slope_bound = exact(logits, targets, ignore, factor, on_card)
     got, slope = got.cpu(), slope.cpu()
     assert_near(got, value, bound + EPS * extra(value))
     assert_near(slope, true, slope_bound)
