@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.func import grad_and_value
 
+import fquant
 from fquant import NF4_DQ, jit, linear, lora, optim, quantize, random, tree
 from fquant.lora import slots
 from models import decoder
@@ -100,12 +101,16 @@ def same_bits(x, y):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
 @pytest.mark.parametrize("name", OPTIMISERS)
 def test_each_slot_has_the_bits_of_its_adapter_alone(name, dtype, captured):
-    """Three steps, then one stops, then another takes its slot; one slot is free throughout."""
+    """Three steps, then one stops, then another takes its slot; one slot is free throughout.
+
+    Products are ours, because on some machines the bits of torch's depend on the rows beside them.
+    """
     base, optimiser = make_base(), OPTIMISERS[name]
     bank, running, ended = make_bank(base, optimiser), {}, {}
 
     def step(bank, base, tokens):
-        return slots.step(bank, loss, optimiser, base, tokens, dtype)
+        with fquant.batch_invariant():
+            return slots.step(bank, loss, optimiser, base, tokens, dtype)
 
     step = jit(step) if captured else step
     for number, (rank, _) in enumerate([ROOM[0], ROOM[1], ROOM[0], ROOM[1], ROOM[2]]):
@@ -126,7 +131,8 @@ def test_each_slot_has_the_bits_of_its_adapter_alone(name, dtype, captured):
         tokens = tokens_of(i)
         bank, losses = step(bank, base, tokens)
         for slot, alone in running.items():
-            alone.step(base, tokens[numbers_of(slot)], dtype)
+            with fquant.batch_invariant():
+                alone.step(base, tokens[numbers_of(slot)], dtype)
             assert torch.allclose(losses[numbers_of(slot)], alone.losses[-1], rtol=1e-6)
         for slot, alone in (running | ended).items():
             adapters, state = of_slot(bank, slot)
