@@ -4,7 +4,8 @@
     cfg, params = hf.load(folder, device=device)
 
 A device is an argument, or that of a tensor at hand. Nothing here is global, and no import chooses one. ``HOST`` is the
-memory of the processor, to which files are read and in which ranks compare their arguments.
+memory of the processor, to which files are read and in which ranks compare their arguments. Tensors of ``META`` have no
+memory.
 
 A process computes on one device. ``cuda`` without a number is the one with the number of the local rank, which torchrun
 gives to each process of a machine. So all ranks get the same text, and no two share a device.
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 HOST = torch.device("cpu")
+META = torch.device("meta")
 
 
 def parse(device: str | torch.device) -> torch.device:

@@ -35,9 +35,15 @@ _PLACE = "fquant.place"  # in the metadata of an autograd node
 HIDDEN = (os.path.dirname(torch.__file__) + os.sep, _COMPILE)
 
 
+class MappedForward(TypeError):
+    """An error of a forward derivative that is mapped, vmap(jvp), or of its results, in a trace made on the host."""
+
+
 @contextlib.contextmanager
-def translate_errors(device: torch.device) -> Iterator[None]:
+def translate_errors(device: torch.device, on_meta: bool) -> Iterator[None]:
     """Raise an error of tracing for ``device`` as a TypeError that names cause and place; raise any other as it is.
+
+    ``on_meta`` says that the trace is made on the device meta. If it is not, vmap(jvp) raises MappedForward.
 
     When the frames of such an error are freed, torch sets its dispatcher to the state within the trace, in which every
     later jvp fails. So the frames are cleared here, and the dispatcher's state is restored.
@@ -46,7 +52,7 @@ def translate_errors(device: torch.device) -> Iterator[None]:
         try:
             yield
         except (AssertionError, RuntimeError) as error:
-            translated = _translated(error, device)
+            translated = _translated(error, device, on_meta)
             if translated is None:
                 raise
             cause: BaseException | None = error
@@ -58,7 +64,7 @@ def translate_errors(device: torch.device) -> Iterator[None]:
             raise translated from error
 
 
-def _translated(error: BaseException, device: torch.device) -> TypeError | None:
+def _translated(error: BaseException, device: torch.device, on_meta: bool) -> TypeError | None:
     text, place = str(error), _where(error)
     if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
         called = _called(error)
@@ -71,13 +77,18 @@ def _translated(error: BaseException, device: torch.device) -> TypeError | None:
         return TypeError(_DRAWS.format(place))
     if ".numpy() is not supported" in text:
         return TypeError(_DATA.format(place, "numpy"))
+    mixed = isinstance(error, RuntimeError) and ("FakeTensor" in repr(error) or "devices" in text) and "meta" in text
+    if not on_meta and (mixed or _maps_forward(error)):
+        return MappedForward(_MAPPED.format(place))
     if "convert all Tensors to FakeTensors" in text or "is_inference() INTERNAL ASSERT" in text:  # inside a jvp
         return TypeError(_CLOSED.format(_closed_over(error)))
-    # torch makes its zero tangents on the device meta, and all others on fake devices
-    mixed = isinstance(error, RuntimeError) and ("FakeTensor" in repr(error) or "devices" in text) and "meta" in text
-    if mixed and device != HOST:
-        return TypeError(_HOST.format(place, device))
-    return TypeError(_MAPPED.format(place)) if mixed else None
+    return TypeError((_MAPPED if device == HOST else _HOST).format(place, device)) if mixed else None
+
+
+def _maps_forward(error: BaseException) -> bool:
+    """Return True if an error was raised within a jvp within a vmap."""
+    frames = [frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return "_flat_vmap" in frames and "_jvp_with_argnums" in frames[frames.index("_flat_vmap") :]
 
 
 def _called(error: BaseException) -> str:
@@ -220,8 +231,8 @@ def _places(error: BaseException, modules: bool = False) -> list[TracebackType]:
 
 
 _MAPPED = (
-    "jit: {} maps a forward derivative, vmap(jvp), through a batched product, which torch cannot trace; "
-    "differentiate the mapped function instead: jvp of vmap"
+    "jit: {} maps a forward derivative, vmap(jvp), with a tensor that a capture cannot follow there; pass that as an "
+    "argument, or differentiate the mapped function instead: jvp of vmap"
 )
 _HOST = "jit: {} uses a tensor on the host beside those on {}; make it there, as in torch.arange(n, device=x.device)"
 _CLOSED = "jit: the function uses a tensor that is no argument: {}; pass it as an argument"

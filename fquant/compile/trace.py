@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from torch.fx import GraphModule, Node
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .. import tree
-from ..device import HOST
+from ..device import HOST, META
 from . import collective_check, donation, errors, graph, validate
 from .cuda_graph import Recordings
 from .memory import allocator, plan
@@ -31,7 +31,8 @@ from .passes.fuse_pointwise import fuse_pointwise
 from .passes.reinplace import reinplace
 from .passes.rematerialize import rematerialize
 from .passes.simplify import remove_products_with_one, remove_unused_views, simplify
-from .tracing.fake_tensor import META, Fake
+from .tracing.collector import uncollected
+from .tracing.fake_tensor import Fake
 from .tracing.retarget import Constants, check_autocast, retarget, stand_ins, with_index
 from .tracing.tracer import record
 
@@ -72,13 +73,14 @@ class Captured:
 
     def laid_out(self) -> Captured:
         """Return this capture with a memory plan, for replays on CPUs."""
-        with _disable_current_modes():
+        with uncollected(), _disable_current_modes():
             return dataclasses.replace(self, placed=plan.plan_memory(self.module.graph))
 
 
 _TENSOR = object()  # the place of a tensor among the leaves of a result
 
 
+@uncollected()
 def trace(
     f: Callable[[Any], Any],
     args: Any,
@@ -110,24 +112,8 @@ def trace(
         return [leaf for leaf in result[0] if isinstance(leaf, Tensor)]
 
     device = with_index(device)
-    mode = next((t.fake_mode for _, t in named if isinstance(t, FakeTensor)), None) or Fake()
-    if device != HOST:
-        check_autocast(device)
-        mode = Fake(replaced=device.type)
-    # A mode that counts ops must not count those of a trace; in inference mode torch 2.11's gradients are zero.
-    with _TRACING, errors.translate_errors(device), _disable_current_modes():
-        with torch.inference_mode(False), torch.enable_grad():
-            if device == HOST:
-                fakes, constants = [_fake(t, mode) for _, t in named], contextlib.nullcontext()
-            else:
-                fakes, constants = stand_ins([t for _, t in named], META, mode, host), Constants(device)
-            with constants, errors.Lines() if lines else contextlib.nullcontext():
-                module = record(flat, fakes, mode)
-    errors.check_draws(module.graph)
+    module = _recorded(flat, [t for _, t in named], device, host, lines)
     with _disable_current_modes():
-        simplify(module.graph)
-        if device != HOST:
-            retarget(module, device)
         graph.run(module.graph, passes)
         graph.run(module.graph, (decompose, rematerialize) if recompute else (decompose,))
         placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
@@ -142,6 +128,48 @@ def trace(
     donations = {i: f"{paths[i]} was donated to {name}(...)" for i, node in enumerate(placeholders) if node in taken}
     communicates = collective_check.collectives(module.graph)
     return Captured(module, paths, out_structure, slots, communicates, donations, device)
+
+
+def _recorded(
+    flat: Callable[..., list[Tensor]], given: Sequence[Tensor], device: torch.device, host: Collection[int], lines: bool
+) -> GraphModule:
+    """Record ``flat`` of tensors on ``device``.
+
+    A trace for the host is made there. But if a forward derivative is mapped, vmap(jvp), torch makes tangents on the
+    device meta. Then, and for any other device, all is on meta and is moved to the device.
+    """
+    if device == HOST:
+        mode = next((t.fake_mode for t in given if isinstance(t, FakeTensor)), None) or Fake()
+        with contextlib.suppress(errors.MappedForward):
+            with _tracing(device, lines, False):
+                module = record(flat, [_fake(t, mode) for t in given], mode)
+            _simplify(module)
+            with _disable_current_modes():
+                if not any(t.is_meta for node in module.graph.nodes for t in graph.tensors(node)):
+                    return module
+    check_autocast(device)
+    mode, default = Fake(replaced=device.type), META if device == HOST else contextlib.nullcontext()
+    with _tracing(device, lines, True), Constants(device), default:
+        module = record(flat, stand_ins(given, META, mode, host), mode)
+    _simplify(module)
+    with _disable_current_modes():
+        retarget(module, device)
+    return module
+
+
+def _simplify(module: GraphModule) -> None:
+    errors.check_draws(module.graph)
+    with _disable_current_modes():
+        simplify(module.graph)
+
+
+@contextlib.contextmanager
+def _tracing(device: torch.device, lines: bool, on_meta: bool) -> Iterator[None]:
+    """Let a function be traced inside: one at a time, with gradients, and outside of the caller's modes."""
+    # A mode that counts ops must not count those of a trace; in inference mode torch 2.11's gradients are zero.
+    with _TRACING, errors.translate_errors(device, on_meta), _disable_current_modes():
+        with torch.inference_mode(False), torch.enable_grad(), errors.Lines() if lines else contextlib.nullcontext():
+            yield
 
 
 def apply(fn: Callable[..., Any], bound: dict[str, Any]) -> Any:

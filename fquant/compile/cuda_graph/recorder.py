@@ -23,7 +23,6 @@ replay runs on the current stream, after the replay before it, even if that was 
 """
 
 import contextlib
-import gc
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -32,6 +31,8 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+
+from ..tracing.collector import uncollected
 
 R = TypeVar("R")
 
@@ -91,7 +92,7 @@ class Cuda:
         # A pool is freed with the last of its graphs, and its handle cannot be used again.
         pool = next((other.pool() for other in self._graphs), None) or torch.cuda.graph_pool_handle()
         try:
-            # The stream is restored if the end fails.
+            # The stream is restored if the end fails. A recording fails if an older one is freed by the collector.
             with self.turn(), torch.cuda.stream(torch.cuda.current_stream(self.device)), uncollected():
                 with torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"):
                     try:
@@ -116,18 +117,6 @@ class Cuda:
                 yield
             finally:
                 self._done.record(stream)
-
-
-@contextlib.contextmanager
-def uncollected() -> Iterator[None]:
-    """Pause Python's garbage collector: a recording fails if an older one, in a cycle of references, is freed in it."""
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()
 
 
 _RECORDERS: dict[torch.device, Recorder] = {}

@@ -23,12 +23,11 @@ from torch._ops import OpOverload
 from torch._prims_common import compute_elementwise_output_strides
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from ...device import HOST
+from ...device import HOST, META
 from ...kernels.dispatch import is_lazy
 from .tracer import tensors
 
 _aten = torch.ops.aten
-META = torch.device("meta")
 Kind = tuple[Sequence[int], torch.dtype]  # strides and dtype
 Layout = tuple[torch.Size, Sequence[int], torch.dtype]
 _LAYOUTS: dict[Any, "Results | None"] = {}  # by what they depend on; None for results that are not new tensors
@@ -114,20 +113,21 @@ def _kind_of_call(mode: Fake, op: Any, args: Any, kwargs: Any) -> Any:
     """Return what the layouts of an op's results depend on; None for other ops, tensors of other modes, devices."""
     if not _is_functional(op):
         return None
-    given = _kind(mode, (*args, *kwargs.items()))
-    return None if given is None else (op, given, torch.get_default_dtype())
+    exact = next(tensors(args), None) is None  # without a tensor a float may be a length, as in arange(4.0)
+    kinds = [_kind(mode, x, exact) for x in (*args, *kwargs.values())]
+    return None if None in kinds else (op, *kinds, *kwargs, torch.get_default_dtype())
 
 
-def _kind(mode: Fake, x: Any) -> Any:
+def _kind(mode: Fake, x: Any, exact: bool) -> Any:
     if isinstance(x, Tensor):
         plain = isinstance(x, FakeTensor) and x.fake_mode is mode and x.fake_device == HOST and not is_lazy(x)
         return (x.shape, x.stride(), x.dtype) if plain else None
     if isinstance(x, list | tuple):
-        kinds = [_kind(mode, each) for each in x]
+        kinds = [_kind(mode, each, True) for each in x]  # floats of a list are factors of a shape
         return None if None in kinds else tuple(kinds)
-    if isinstance(x, float):
+    if isinstance(x, float) and not exact:
         return float  # whose value no layout depends on
-    if x is None or isinstance(x, int | str | torch.dtype | torch.device | torch.layout | torch.memory_format):
+    if x is None or isinstance(x, int | float | str | torch.dtype | torch.device | torch.layout | torch.memory_format):
         return (type(x), x)
     return None
 

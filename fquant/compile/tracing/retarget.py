@@ -15,6 +15,9 @@ computed from them there.
 
 While it is traced, a function sees the device meta. An op whose kernel depends on the device must be one op in the
 graph, such as those of fquant.kernels. Autocast for the device does not see such tensors, so it raises.
+
+A function of the host is traced so too if it maps a forward derivative, vmap(jvp): then torch makes tangents of the
+device meta beside those of the host.
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -27,9 +30,9 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate, map_arg
 from torch.overrides import TorchFunctionMode
 
-from ...device import HOST
+from ...device import HOST, META
 from .. import graph as graphs
-from .fake_tensor import META, Fake
+from .fake_tensor import Fake
 
 _aten = torch.ops.aten
 _CONSTANTS = (torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor)  # which read Python values
@@ -87,7 +90,7 @@ def _stand_in(t: Tensor, device: torch.device, mode: FakeTensorMode, bases: dict
 class Constants(TorchFunctionMode):
     """Make tensors from Python values on the host, and copy them to ``device`` or its stand-in, the device meta.
 
-    torch would make them on meta, without values, and not record that.
+    torch would make them on meta, without values, and not record that. Calls inside autocast raise TypeError.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -95,6 +98,7 @@ class Constants(TorchFunctionMode):
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call ``func``, in two steps if it makes a constant on the device."""
+        check_autocast(self.device)  # which the function may have entered
         kwargs = kwargs or {}
         if func not in _CONSTANTS:
             return func(*args, **kwargs)
@@ -103,6 +107,9 @@ class Constants(TorchFunctionMode):
         data = args[-1] if args else kwargs.get("data")
         if given is None or given.type not in (META.type, self.device.type) or isinstance(data, Tensor):
             return func(*args, **kwargs)
+        if func is Tensor.new_tensor:  # torch has no device for that of a mapped tensor
+            func, args, kwargs = torch.tensor, (data,), {"dtype": args[0].dtype} | kwargs
+            kwargs.pop("data", None)
         return func(*args, **(kwargs | {"device": HOST})).to(META)
 
 

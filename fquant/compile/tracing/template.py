@@ -22,11 +22,11 @@ from torch.fx import Node
 from torch.fx.node import map_aggregate, map_arg
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ...device import META
 from ...kernels.dispatch import is_lazy
 from ..graph import PLACE, tensors
 from .tracer import Recorder
 
-_META = torch.device("meta")
 Dims = tuple[tuple[int, int], ...]  # level and mapped dim of each vmap around a tensor, the innermost first
 
 
@@ -217,15 +217,15 @@ def _values(mode: FakeTensorMode, value: Any, mapped: dict[Node, Node]) -> Any:
 def _new(mode: FakeTensorMode, made: Made, storages: dict[int, torch.UntypedStorage]) -> FakeTensor:
     shape, strides, dtype, device, _ = made.layout
     if made.whole:
-        return FakeTensor(mode, torch.empty_strided(shape, strides, dtype=dtype, device=_META), device)
+        return FakeTensor(mode, torch.empty_strided(shape, strides, dtype=dtype, device=META), device)
     if made.storage not in storages:
-        storages[made.storage] = torch.empty(made.nbytes, dtype=torch.uint8, device=_META).untyped_storage()
+        storages[made.storage] = torch.empty(made.nbytes, dtype=torch.uint8, device=META).untyped_storage()
     return _view(mode, storages[made.storage], made.layout)
 
 
 def _view(mode: FakeTensorMode, storage: torch.UntypedStorage, layout: Layout) -> FakeTensor:
     shape, strides, dtype, device, offset = layout
-    plain = torch.empty(0, dtype=dtype, device=_META).set_(storage, offset // dtype.itemsize, shape, strides)
+    plain = torch.empty(0, dtype=dtype, device=META).set_(storage, offset // dtype.itemsize, shape, strides)
     return FakeTensor(mode, plain, device)
 
 

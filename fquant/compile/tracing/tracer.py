@@ -28,11 +28,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ...device import HOST, META
 from ..errors import place
 
 _aten = torch.ops.aten
 _PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)
 _KEPT = (_aten.size.default, _aten.stride.default, _aten.storage_offset.default)  # composite ops that stay whole
+_ZEROS = _aten._efficientzerotensor.default
 _CONSTANT = "_tensor_constant"
 _recorders: list["Recorder"] = []
 
@@ -50,7 +52,7 @@ def recorder() -> "Recorder | None":
 def record(f: Callable[..., Sequence[Tensor]], fakes: Sequence[Tensor], mode: FakeTensorMode) -> GraphModule:
     """Return the graph of ``f(*fakes)``, whose inputs are the fake tensors of ``mode`` in order."""
     graph, root = Graph(), torch.nn.Module()
-    recorder = Recorder(graph, root, mode)
+    recorder = Recorder(graph, root, mode, META if any(t.device == META for t in fakes) else HOST)
     for i, t in enumerate(fakes):
         recorder.name(t, graph.placeholder(f"arg{i}_1"))
     _recorders.append(recorder)
@@ -73,9 +75,10 @@ class _Called(TorchFunctionMode):
 class Recorder(TorchDispatchMode):
     """Makes a node of ``graph`` for each op; constants become attributes of ``root``."""
 
-    def __init__(self, graph: Graph, root: torch.nn.Module, mode: FakeTensorMode) -> None:
+    def __init__(self, graph: Graph, root: torch.nn.Module, mode: FakeTensorMode, device: torch.device) -> None:
         super().__init__()
         self.graph, self.root, self.mode = graph, root, mode
+        self._device = device
         self._graphs = [graph]  # the whole graph, and those within it that are recorded aside
         # Held weakly, because torch copies a tensor that it would give to a caller if there is another owner.
         self._nodes: MutableMapping[Tensor, Node] = WeakTensorKeyDictionary()
@@ -123,6 +126,12 @@ class Recorder(TorchDispatchMode):
         given = list(tensors((*args, *kwargs.values())))
         if any(type(t) not in _PLAIN for t in given):
             return NotImplemented
+        if any(map(_is_plain_zero, given)):
+            with self:
+                args, kwargs = _map((args, kwargs), lambda t: self._zeros_like(t) if _is_plain_zero(t) else t)
+                return op(*args, **kwargs)
+        if op is _ZEROS:  # whose caller takes the device of a mapped fake tensor for META
+            kwargs = kwargs | {"device": self._device}
         if op is torch.ops.prim.device.default:  # the device of a tensor, which is no op of a graph
             return op(*args, **kwargs)
         if _is_composite(op, given[0].device.type if given else None):
@@ -152,6 +161,10 @@ class Recorder(TorchDispatchMode):
             self._values[t] = value
         return results
 
+    def _zeros_like(self, t: Tensor) -> Tensor:
+        """Return what stands for such a tensor in the trace."""
+        return _ZEROS(t.shape, dtype=t.dtype, device=self._device)
+
     def _name_results(self, results: Any, node: Node) -> None:
         if isinstance(results, Tensor):
             self.name(results, node)
@@ -176,6 +189,11 @@ class Recorder(TorchDispatchMode):
 
 def _alias(t: Tensor) -> Tensor:
     return fast_detach(t.fake_mode, t) if isinstance(t, FakeTensor) else t.detach()
+
+
+def _is_plain_zero(t: Tensor) -> bool:
+    """Return True for a tensor of zeros that vmap made without telling a mode: a tangent of what does not move."""
+    return type(t) is Tensor and t._is_zerotensor()
 
 
 @cache

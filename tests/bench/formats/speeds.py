@@ -90,10 +90,10 @@ def _one_row(x: Tensor, w: Tensor, repeats: int) -> Table:
     packed["nf4_int8"] = [replace(p, format=NF4_INT8) for p in packed["nf4"]]
     codes = [bnb.functional.quantize_4bit(w, quant_type="nf4") for _ in range(number)]
     calls: dict[str, Callable[[int], Any]] = {
-        "int4 as int8": lambda i: linear(x, packed["int4"][i % number], act=INT8_ROW),
-        "nf4 as int8": lambda i: linear(x, packed["nf4_int8"][i % number], act=INT8_ROW),
         "int4": lambda i: linear(x, packed["int4"][i % number]),
         "nf4": lambda i: linear(x, packed["nf4"][i % number]),
+        "int4 as int8": lambda i: linear(x, packed["int4"][i % number], act=INT8_ROW),
+        "nf4 as int8": lambda i: linear(x, packed["nf4_int8"][i % number], act=INT8_ROW),
         "bnb": lambda i: bnb.matmul_4bit(x, codes[i % number][0].t(), codes[i % number][1]),
     }
     reads = timing.reads(tree.nbytes(packed["int4"][0]), number)
@@ -102,7 +102,7 @@ def _one_row(x: Tensor, w: Tensor, repeats: int) -> Table:
     row = _table("one row", found, [("read", 1.1), ("nf4", 1.0)])
     plain, integer = linear(x, packed["nf4"][0]), linear(x, packed["nf4_int8"][0], act=INT8_ROW)
     error = 100 * float((integer.float() - plain.float()).norm() / plain.float().norm())
-    return list(found), [row, Row("error of nf4 as int8 beside nf4", "%", {"int4 as int8": error}, [])]
+    return list(found), [row, Row("error of nf4 as int8 beside nf4", "%", {"nf4 as int8": error}, [])]
 
 
 def _step(rows: int, repeats: int, cfg: Config) -> Table:

@@ -8,9 +8,8 @@ import torch
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
 from fquant import NF4_DQ, cost, jit, linear, quantize
-from tests.helpers import transform_table
 from tests.helpers.arrays import named
-from tests.helpers.qlora_step import X, equal
+from tests.helpers.qlora_step import X
 
 TABLE = torch.ones(3)
 WEIGHT = quantize(torch.ones(4, 64), NF4_DQ)
@@ -247,19 +246,6 @@ def test_a_cost_names_the_same_place():
         with pytest.raises(TypeError) as priced:
             cost(f, X)
         assert str(captured.value) == str(priced.value)
-
-
-def test_a_mapped_forward_derivative():
-    """torch makes the zero tangents of vmap(jvp) on another device; jvp of vmap computes the same and works."""
-    x, w = transform_table.draw("x", 2, 3, 4), transform_table.draw("w", 2, 4, 3)
-    product = lambda x, w: torch.einsum("ij,jk->ik", x, w).sin()
-    within = jit(vmap(lambda x, w: jvp(lambda x: product(x, w), (x,), (x,))[1]))
-    with pytest.raises(
-        TypeError, match=rf"<lambda> {HERE} maps a forward derivative, vmap\(jvp\), .* instead: jvp of vmap"
-    ):
-        within(x, w)
-    around = lambda x, w: jvp(lambda x: vmap(product)(x, w), (x,), (x,))[1]
-    assert equal(jit(around)(x, w), around(x, w))
 
 
 def test_donations_that_cannot_be():

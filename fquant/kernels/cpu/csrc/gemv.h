@@ -43,40 +43,58 @@ INLINE void NAME(deal)(const uint8_t *codes, __m512i t, __m512i *v) {
     __builtin_prefetch(codes + 512);             /* from there to the first */
 }
 
+/* One number for each 64 of n elements from `column`, of `count` numbers `from` its block on, one for each block of
+   2^shift elements. `to` may be `from`: the last come first. */
+INLINE void NAME(each64)(const float *from, int64_t count, int64_t column, int64_t n, int64_t shift, float *to) {
+    const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    const int64_t first = column >> shift;
+    for (int64_t i = (n / 64 - 1) & ~15; i >= 0; i -= 16) {
+        int64_t at = (column / 64 + i) >> (shift - 6), left = MIN(16, count - (at - first));
+        __m512i places = _mm512_add_epi32(lane, _mm512_set1_epi32((int)(column / 64 + i - (at << (shift - 6)))));
+        __m512 v = _mm512_maskz_loadu_ps((__mmask16)((1 << left) - 1), from + at - first);
+        __mmask16 there = (__mmask16)((1 << MIN(16, n / 64 - i)) - 1);
+        _mm512_mask_storeu_ps(to + i, there, _mm512_permutexvar_ps(_mm512_srl_epi32(places, _mm_cvtsi64_si128(shift - 6)), v));
+    }
+}
+
 /* The scales of n elements of a row from `column`, both multiples of 64: one for each 64 elements; room for 63 more. */
 INLINE void NAME(scales64)(const Packed *w, int64_t row, int64_t column, int64_t n, float *scales) {
-    int64_t shift = __builtin_ctzll((uint64_t)w->block), first = column >> shift;
-    NAME(scales)(w, row * blocks_of(w) + first, ((column + n - 1) >> shift) - first + 1, scales);
-    if (shift > 6) for (int64_t i = n / 64 - 1; i >= 0; i--) scales[i] = scales[((column + 64 * i) >> shift) - first];
+    int64_t shift = __builtin_ctzll((uint64_t)w->block), first = column >> shift, count = ((column + n - 1) >> shift) - first + 1;
+    NAME(scales)(w, row * blocks_of(w) + first, count, scales);
+    if (shift > 6) NAME(each64)(scales, count, column, n, shift, scales);
 }
 
 /* The zero points of n elements likewise. */
 INLINE void NAME(zeros64)(const Packed *w, int64_t row, int64_t column, int64_t n, float *zeros) {
-    const float *from = w->zero + row * blocks_of(w);
-    int64_t shift = __builtin_ctzll((uint64_t)w->block);
-    for (int64_t i = 0; i < n / 64; i++) zeros[i] = from[(column + 64 * i) >> shift];
+    int64_t shift = __builtin_ctzll((uint64_t)w->block), first = column >> shift, count = ((column + n - 1) >> shift) - first + 1;
+    NAME(each64)(w->zero + row * blocks_of(w) + first, count, column, n, shift, zeros);
 }
 
-/* Multiply `rows` rows of the weight with `columns` rows of x from `at`; all sums are in registers. `rows`, `columns`
-   and `zeroed`, true if there are zero points, are constants. */
-INLINE void NAME(fused)(const Gemv *p, int64_t row, int64_t at, int rows, int columns, int zeroed) {
+/* Multiply `rows` rows of the weight with `columns` rows of x from `at`; all sums are in registers. `rows`, `columns`,
+   `zeroed`, true if there are zero points, and `wide`, true if two blocks of 64 share a scale, are constants. */
+INLINE void NAME(fused)(const Gemv *p, int64_t row, int64_t at, int rows, int columns, int zeroed, int wide) {
     const Packed *w = &p->w;
     __m512 table = _mm512_loadu_ps(w->table), sums[4][FUSED][2];
     for (int r = 0; r < rows; r++)
         for (int m = 0; m < columns; m++) sums[r][m][0] = sums[r][m][1] = _mm512_setzero_ps();
     for (int64_t column = 0; column < w->width; column += PIECE) {
         float scales[4 * PIECE / 64 + 64], zeros[4 * PIECE / 64];
-        int64_t n = MIN(PIECE, w->width - column), next = w->width / 2;
-        if (w->block == 64 && n == w->width) NAME(scales)(w, row * (n / 64), rows * (n / 64), scales);
-        else for (int r = 0; r < rows; r++) NAME(scales64)(w, row + r, column, n, scales + r * (n / 64));
-        if (zeroed) for (int r = 0; r < rows; r++) NAME(zeros64)(w, row + r, column, n, zeros + r * (n / 64));
+        int64_t n = MIN(PIECE, w->width - column), next = w->width / 2, shift = wide ? __builtin_ctzll((uint64_t)w->block) : 6;
+        int64_t first = column >> shift, apart = ((column + n - 1) >> shift) - first + 1; /* scales of a row */
+        if (w->width == n && w->block == 1ll << shift && n % w->block == 0) /* those of all rows at once */
+            NAME(scales)(w, row * apart, rows * apart, scales);
+        else if (wide) for (int r = 0; r < rows; r++) NAME(scales)(w, (row + r) * blocks_of(w) + first, apart, scales + r * apart);
+        else for (int r = 0; r < rows; r++) NAME(scales64)(w, row + r, column, n, scales + r * apart);
+        for (int r = 0; zeroed && r < rows; r++)
+            if (wide) memcpy(zeros + r * apart, w->zero + (row + r) * blocks_of(w) + first, (size_t)apart * 4);
+            else NAME(zeros64)(w, row + r, column, n, zeros + r * apart);
         const uint8_t *codes = w->codes + row * next + column / 2;
         const uint16_t *x = (const uint16_t *)p->x + at * p->apart + column;
         for (int64_t i = 0; i < n; i += 128) {
             __m512i v[4][4];
             UNROLLED(r, rows) {
-                int64_t block = (r * n + i) / 64;
-                __m512i both = NAME(values2)(table, scales + block, zeros + block, 1, zeroed);
+                int64_t block = r * apart + ((column + i) >> shift) - first;
+                __m512i both = NAME(values2)(table, scales + block, zeros + block, !wide, zeroed);
                 NAME(deal)(codes + i / 2 + r * next, both, v[r]);
             }
             UNROLLED(m, columns)
@@ -95,10 +113,12 @@ INLINE void NAME(fused)(const Gemv *p, int64_t row, int64_t at, int rows, int co
 
 INLINE void NAME(fused_group)(const Gemv *p, int64_t unit, int64_t at, int columns, int zeroed) {
     int64_t row = unit * GROUP, stop = MIN(row + GROUP, p->w.rows);
-    if (columns == 1)
-        for (; row + 4 <= stop; row += 4) NAME(fused)(p, row, at, 4, 1, zeroed);
-    for (; row + 2 <= stop; row += 2) NAME(fused)(p, row, at, 2, columns, zeroed);
-    if (row < stop) NAME(fused)(p, row, at, 1, columns, zeroed);
+    if (columns == 1 && p->w.block > 64)
+        for (; row + 4 <= stop; row += 4) NAME(fused)(p, row, at, 4, 1, zeroed, 1);
+    else if (columns == 1)
+        for (; row + 4 <= stop; row += 4) NAME(fused)(p, row, at, 4, 1, zeroed, 0);
+    for (; row + 2 <= stop; row += 2) NAME(fused)(p, row, at, 2, columns, zeroed, 0);
+    if (row < stop) NAME(fused)(p, row, at, 1, columns, zeroed, 0);
 }
 #endif
 

@@ -11,9 +11,9 @@ from fquant import cost, jit, tree
 from fquant.compile import graph as graphs
 from fquant.compile import liveness
 from fquant.compile.cuda_graph import recorder_of
-from fquant.compile.cuda_graph.recorder import uncollected
 from fquant.compile.memory.offsets import assign_offsets
 from fquant.compile.roofline import DEVICES, scratch
+from fquant.compile.tracing.collector import uncollected
 from tests.helpers.arrays import equal
 from tests.helpers.cases import slow_after
 from tests.helpers.graphs import llama_step

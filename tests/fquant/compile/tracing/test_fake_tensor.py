@@ -209,3 +209,21 @@ def test_tangents_of_what_is_part_of_a_memory():
         same = [aten._has_same_storage_numel.default(a, b) for a, b in pairs]
         sizes = [aten._new_zeros_with_same_feature_meta.default(*pair).untyped_storage().nbytes() for pair in pairs]
     assert same == [True, False, False, True] and sizes == [96, 216, 96, 96]
+
+
+LENGTHS = {  # calls in turn, each with another length by a float
+    "end": lambda n: lambda x: torch.arange(n) * x.sum(),
+    "step": lambda n: lambda x: torch.arange(0.0, 8.0, n / 4) * x.sum(),
+    "new": lambda n: lambda x: torch.arange(n, dtype=torch.float64, device=x.device) + x.sum(),
+    "factor": lambda n: lambda x: F.interpolate(x[None, None], scale_factor=n / 2, mode="linear"),
+    "factors": lambda n: lambda x: F.interpolate(x.expand(1, 1, 4, 4), scale_factor=(n / 2, 1.5), mode="bilinear"),
+    "size": lambda n: lambda x: F.interpolate(x[None, None], size=int(n)),
+}
+
+
+@pytest.mark.parametrize("name", LENGTHS)
+def test_lengths_that_are_floats(name):
+    x = torch.arange(4.0)
+    for n in (9.0, 4.0, 6.0, 9.0):
+        f = LENGTHS[name](n)
+        assert torch.equal(jit(f)(x), f(x)) and jit(f)(x).shape == f(x).shape
