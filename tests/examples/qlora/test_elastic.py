@@ -147,7 +147,9 @@ def test_a_rank_is_killed_at_a_random_moment(whole, tmp_path, seed):
             await_(lambda before=before: pids(cut) != before, running)
             count = len(steps(cut))
             await_(lambda count=count: len(steps(cut)) > count or len(steps(cut)) < count, running)
-            time.sleep(draw.uniform(0, 1.0))
+            count, more = len(steps(cut)), draw.randint(1, STEPS // 5)
+            seconds = await_(lambda least=count + more: len(steps(cut)) >= least, running)
+            time.sleep(draw.uniform(0, seconds / more))  # within a step, however fast the machine is
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pids(cut)[draw.randrange(2)], signal.SIGKILL)
         printed, _ = running[0].communicate(timeout=LIMIT)
