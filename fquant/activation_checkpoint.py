@@ -6,7 +6,8 @@
 Only the arguments are saved. ``torch.utils.checkpoint`` uses saved-tensor hooks, which torch.func rejects; this is an
 autograd Function whose backward is the vjp of the recomputation. ``torch.func.grad`` runs every backward with
 create_graph=True, which keeps all that the recomputation computes. At first order this backward records nothing, which
-saves the memory. Differentiating it again would give silent zeros, so it raises; so does a tensor in the closure.
+saves the memory. Differentiating it again would give silent zeros, so it raises; so does a tensor in the closure. The
+recomputation runs in the autocast and the function modes of the call.
 
 torch differentiates ``silu``, ``mish`` and ``group_norm`` by another formula where a backward is recorded. So at first
 order their gradients are those of plain autograd in every bit, and at order 2 those of ``torch.func.grad``.
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor
 
 from . import tree
-from .autodiff import pull_back, push_forward, replace_at, unwrap_dead
+from .autodiff import current_modes, in_modes, pull_back, push_forward, replace_at, unwrap_dead
 from .tree import expect
 
 
@@ -42,9 +43,11 @@ def remat(f: Callable[..., Any], order: int = 1) -> Callable[..., Any]:
         leaves, structure = tree.flatten(args)
         places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         static, structure_of_result = replace_at(leaves, places, [None] * len(places)), []
+        modes = current_modes([leaves[i] for i in places])
 
         def run(*tensors: Tensor) -> tuple[Tensor, ...]:
-            result = f(*tree.unflatten(structure, replace_at(static, places, tensors)))
+            with in_modes(modes):
+                result = f(*tree.unflatten(structure, replace_at(static, places, tensors)))
             with tree.at(f"remat({_name(f)}) returned"):
                 tree.check_floats(result, "return the rest from outside")
             structure_of_result[:] = [tree.structure(result)]
@@ -82,7 +85,9 @@ class _Remat(torch.autograd.Function):
                 with torch.no_grad():
                     found = pull_back(ctx.run, tensors, wanted, grads)
             except NotImplementedError as error:  # torch's: the backward of silu, for one, has no forward derivative
-                raise (_twice(ctx.name) if "forward AD" in str(error) else error) from None
+                if "forward AD" not in str(error):
+                    raise
+                raise _twice(ctx.name) from error
             inputs = [tensors[i] for i in wanted] + [g for g in grads if g is not None]
             found = _FirstOrderOnly.apply(ctx.name, len(found), *found, *inputs)
         return None, None, None, *replace_at([None] * len(tensors), wanted, found)

@@ -1,4 +1,4 @@
-"""Saved tensors and forward mode inside autograd Functions under torch.func.
+"""Saved tensors, modes and forward mode inside autograd Functions under torch.func.
 
 *Dead wrappers.* A backward may run after a transform around its forward has ended, as that of torch.func.vjp does.
 Saved tensors are then still wrapped for levels that have ended. A vjp with respect to them fails inside torch
@@ -7,16 +7,23 @@ Saved tensors are then still wrapped for levels that have ended. A vjp with resp
 *Forward mode.* torch disables forward mode while the jvp of a Function runs, and the second forward derivative would
 silently be wrong. Every jvp therefore computes inside :func:`forward_mode`, which enables it again. It yields the saved
 tensors without the tangents of this jvp, and with those of the outer ones.
+
+*Modes.* torch calls a Function of torch.func, and every backward, outside of the function modes around the call, such
+as ``with torch.device(...)``. A backward runs outside of autocast too, if a function entered it within its gradient.
+What runs a caller's function there notes :func:`current_modes` at the call, and runs it :func:`in_modes`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch._C._functorch import get_unwrapped, is_batchedtensor, is_functorch_wrapped_tensor, unwrap_if_dead
 from torch.autograd import forward_ad
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
+
+from .device import HOST
 
 
 def unwrap_dead(saved: Sequence[Tensor]) -> list[Tensor]:
@@ -34,6 +41,45 @@ def forward_mode(saved: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """Enable forward mode as outside of the Function; yield the primals of the ``saved`` tensors."""
     with forward_ad._set_fwd_grad_enabled(True):  # type: ignore[attr-defined]
         yield [forward_ad.unpack_dual(t).primal for t in saved]
+
+
+class Modes(NamedTuple):
+    """Autocast by type of device (type, dtype, enabled, with a cache of casts), and function modes, outermost first."""
+
+    autocast: tuple[tuple[str, torch.dtype, bool, bool], ...]
+    functions: tuple[TorchFunctionMode, ...]
+
+
+def current_modes(tensors: Sequence[Tensor]) -> Modes:
+    """Return the modes of here, with autocast for the host and the devices of ``tensors``."""
+    types = dict.fromkeys([HOST.type, *(t.device.type for t in tensors)])
+    autocast = tuple(_autocast(of) for of in types if torch.amp.is_autocast_available(of))
+    return Modes(autocast, tuple(_get_current_function_mode_stack()))
+
+
+@contextmanager
+def in_modes(modes: Modes) -> Iterator[None]:
+    """Run what is inside in ``modes`` in place of those of here."""
+    here = _get_current_function_mode_stack()
+    with ExitStack() as stack:
+        for each in modes.autocast:
+            if each != _autocast(each[0]):
+                stack.enter_context(torch.autocast(*each))
+        _replace_modes(modes.functions)
+        stack.callback(_replace_modes, here)
+        yield
+
+
+def _autocast(of: str) -> tuple[str, torch.dtype, bool, bool]:
+    return of, torch.get_autocast_dtype(of), torch.is_autocast_enabled(of), torch.is_autocast_cache_enabled()
+
+
+def _replace_modes(modes: Sequence[TorchFunctionMode]) -> None:
+    """Make ``modes`` the stack of function modes, without entering them again."""
+    for _ in _get_current_function_mode_stack():
+        _pop_mode()
+    for mode in modes:
+        _push_mode(mode)
 
 
 def pull_back(f: Callable[..., Any], inputs: Sequence[Tensor], wanted: Sequence[int], grads: Sequence[Any]) -> Any:

@@ -1,19 +1,22 @@
-"""Tests of fquant.autodiff: nested forward mode loses no tangent in any of our autograd Functions."""
+"""Tests of fquant.autodiff: our autograd Functions lose no tangent of nested forward mode, and no mode of a call."""
+
+from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.autograd import forward_ad
 from torch.func import grad, hessian, jacfwd, jvp, vmap
+from torch.overrides import TorchFunctionMode
 
-from fquant import NF4, dequantize, jit, linear, quantize, remat
+from fquant import NF4, dequantize, jit, linear, quantize, remat, scan
 from fquant.autodiff import is_mapped
 from fquant.kernels.reference.causal_attention import dense
 from fquant.vq.precision import matmul
 from models import blocks, fused_cross_entropy
 from models.attention import attention
 from models.norm import rms_norm
-from tests.helpers.arrays import named, normal
+from tests.helpers.arrays import equal, named, normal
 
 PACKED = quantize(normal(8, 64, dtype=torch.float32), NF4)
 W = dequantize(PACKED).double()
@@ -61,6 +64,66 @@ def test_forward_mode_around_forward_mode(case, mode):
             MODES[mode](ours)(t)
     else:
         torch.testing.assert_close(MODES[mode](ours)(t), wanted)
+
+
+class _Loud(TorchFunctionMode):
+    """Doubles every sine."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        return result * 2 if func is torch.sin else result
+
+
+def layer(x, w):
+    return torch.sin(x @ w / 4).float() * (3 if torch.empty(0).is_meta else 1)
+
+
+MODES_OF_A_CALL = {
+    "autocast": lambda: autocast,
+    "no autocast": lambda: torch.autocast("cpu", enabled=False),
+    "a function mode": _Loud,
+    "another default device": lambda: torch.device("meta"),
+}
+LOOP = lambda x, ws: layer(layer(x, ws[0]), ws[1])
+BLOCKS = {
+    "remat": lambda x, ws: remat(layer)(remat(layer)(x, ws[0]), ws[1]),
+    "remat, order 2": lambda x, ws: remat(layer, order=2)(remat(layer, order=2)(x, ws[0]), ws[1]),
+    "scan": lambda x, ws: scan(lambda x, w: (layer(x, w), ()), x, ws)[0],
+}
+OF = {
+    "grad": lambda f: lambda ws, x: grad(lambda ws: f(ws, x).sum())(ws),
+    "vmap of grad": lambda f: lambda ws, x: vmap(grad(lambda ws, row: f(ws, row).sum()), (None, 0))(ws, x),
+    "grad of vmap": lambda f: lambda ws, x: grad(lambda ws: vmap(f, (None, 0))(ws, x).sum())(ws),
+    "jvp": lambda f: lambda ws, x: jvp(lambda ws: f(ws, x), (ws,), (ws.cos(),))[1],
+    "autograd": lambda f: lambda ws, x: torch.autograd.grad(f(ws := ws.clone().requires_grad_(), x).sum(), ws)[0],
+}
+
+
+@named("of", OF)
+@named("block", BLOCKS)
+@named("modes", MODES_OF_A_CALL)
+def test_a_block_is_computed_again_in_the_modes_of_its_call(modes, block, of):
+    """Its backward runs where torch has left them, and autocast too if the function has."""
+
+    def within(block):
+        def f(ws, x):
+            with MODES_OF_A_CALL[modes]():
+                return block(x, ws).square()
+
+        return OF[of](f)
+
+    ws, x = normal(2, 16, 16, seed=6, dtype=torch.float32), normal(5, 3, 16, seed=7, dtype=torch.float32)
+    plain = OF[of](lambda ws, x: LOOP(x, ws).square())(ws, x)
+    with autocast if modes == "no autocast" else nullcontext():
+        wanted = within(LOOP)(ws, x)
+        got = within(BLOCKS[block])(ws, x)
+        if of == "grad of vmap" and block != "scan":  # remat adds the gradients of rows afterwards, in float32
+            bound = 0.01 if "autocast" in modes else 1e-6
+            torch.testing.assert_close(got, wanted, rtol=0, atol=bound * float(wanted.abs().max()))
+        else:
+            assert equal(got, wanted)
+        assert equal(jit(within(BLOCKS[block]))(ws, x), got)
+    assert not equal(plain, wanted) or modes == "no autocast"
 
 
 def test_a_captured_function_of_dual_tensors_is_the_function_itself():

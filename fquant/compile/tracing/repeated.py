@@ -17,7 +17,6 @@ Forward mode, two transforms for gradients around each other, and torch.compile 
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,13 +27,11 @@ from torch import Tensor
 from torch._C._functorch import TransformType, get_interpreter_stack
 from torch._functorch.vmap import restore_vmap
 from torch.fx import Node
-from torch.fx import traceback as fx_traceback
+from torch.utils._device import DeviceContext
 
 from ... import tree
-from ...autodiff import is_dual, layers, pull_back, push_forward, replace_at, unwrap_dead
-from ...device import HOST
+from ...autodiff import current_modes, in_modes, is_dual, layers, pull_back, push_forward, replace_at, unwrap_dead
 from ..closure import freeze
-from ..errors import Lines
 from ..graph import describe, tensors
 from .template import Template, differing, layout_of, record_template, repeat, unwrap
 from .tracer import Recorder, recorder
@@ -127,11 +124,9 @@ class _Call:
         traces: list[_Trace],
     ) -> None:  # fmt: skip
         self.run, self.tracked, self.level, self.recorder, self.traces = run, tracked, level, recorder, traces
-        self.enabled, host = torch.is_grad_enabled(), HOST.type
-        self.autocast = (
-            host, torch.get_autocast_dtype(host), torch.is_autocast_enabled(host), torch.is_autocast_cache_enabled()
-        )  # fmt: skip
-        self.key = (key, tracked, self.enabled, self.autocast)
+        self.enabled, self.modes = torch.is_grad_enabled(), current_modes([])
+        functions = [mode.device if isinstance(mode, DeviceContext) else mode for mode in self.modes.functions]
+        self.key = (key, tracked, self.enabled, self.modes.autocast, functions)
         self.result, self.root, self.depth = _Result(), self, 0
         self.trace: _Trace | None = None
         self.nodes = list[Node]()  # of the forward
@@ -155,8 +150,7 @@ class _Call:
             self.root.result.tracked = [*map(_is_tracked, results)]
             return results if at is None else tuple(results[i] for i in at)
 
-        lines = Lines() if fx_traceback.has_preserved_node_meta() else nullcontext()  # which a Function has left
-        with torch.set_grad_enabled(self.enabled), torch.autocast(*self.autocast), lines:
+        with torch.set_grad_enabled(self.enabled), in_modes(self.modes):
             if not self.tracked:
                 return of_tracked(), None
             return torch.func.vjp(of_tracked, *[given[i] for i in self.tracked])[:2]

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch.func import grad, jvp
+from torch.func import grad, jvp, vmap
 
-from fquant import LOCAL, NF4_DQ, cost, jit, random, remat
+from fquant import LOCAL, NF4_DQ, cost, jit, random, remat, scan
 from fquant.compile import graph as graphs
 from fquant.compile.trace import trace
 from fquant.compile.tracing.retarget import device_of, with_index
@@ -67,6 +67,20 @@ CONSTANTS = {
 @named("name", CONSTANTS)
 def test_constants_are_made_by_the_device(name):
     holds(CONSTANTS[name], X)
+
+
+BLOCKS = {  # Functions, which torch calls outside of the modes of a trace
+    "scan": lambda f, x, ws: scan(lambda x, w: (f(x, w), ()), x, ws)[0],
+    "remat": lambda f, x, ws: remat(f)(remat(f)(x, ws[0]), ws[1]),
+    "mapped": lambda f, x, ws: vmap(lambda x: scan(lambda x, w: (f(x, w), ()), x[None], ws)[0])(x),
+}
+
+
+@named("name", CONSTANTS)
+@named("block", BLOCKS)
+def test_constants_of_a_block_that_is_differentiated(block, name):
+    f = lambda x, w: x + CONSTANTS[name]((x @ w).expand(6, 6)).float().sum()
+    holds(grad(lambda ws, x: BLOCKS[block](f, x, ws).square().sum()), torch.stack([X, X.mT]), X)
 
 
 def test_a_constant_is_copied_to_the_device_once():
@@ -159,13 +173,23 @@ def test_a_device_without_a_number_is_the_current_one():
     assert [with_index(torch.device(each)) for each in ("cpu", "cuda:3")] == [HOST, torch.device("cuda:3")]
 
 
-def test_errors(monkeypatch):
+def test_errors():
     with pytest.raises(TypeError, match=r"<lambda> .* uses a tensor on the host beside those on cuda:0; make it there"):
         traced(lambda x: x + torch.arange(6), X)
     with pytest.raises(TypeError, match="asks for the value of a tensor"):
         traced(lambda x: x * x.sum().item(), X)
     with pytest.raises(TypeError, match="uses a tensor that is no argument"):
         traced(lambda x: x + X, X)
-    monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: device == "cuda")
+
+
+def enter_autocast(x, w):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "is_autocast_enabled", lambda device: device == "cuda")
+        return torch.matmul(x, w)
+
+
+@named("block", ["alone", *BLOCKS])
+def test_autocast_is_refused(block):
+    run = BLOCKS.get(block, lambda f, x, ws: f(x, ws[0]))
     with pytest.raises(TypeError, match="autocast is on for cuda"):
-        traced(lambda x: x @ x, X)
+        traced(grad(lambda ws, x: run(enter_autocast, x, ws).sum()), torch.stack([X, X.mT]), X)
