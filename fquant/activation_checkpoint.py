@@ -7,22 +7,27 @@ Only the arguments are saved. ``torch.utils.checkpoint`` uses saved-tensor hooks
 autograd Function whose backward is the vjp of the recomputation. ``torch.func.grad`` runs every backward with
 create_graph=True, which keeps all that the recomputation computes. At first order this backward records nothing, which
 saves the memory. Differentiating it again would give silent zeros, so it raises; so does a tensor in the closure. The
-recomputation runs in the autocast and the function modes of the call.
+recomputation runs in the autocast and the function modes of the call. It would see other values if the function drew
+from torch's generators or wrote to its arguments, so that raises as well.
 
 torch differentiates ``silu``, ``mish`` and ``group_norm`` by another formula where a backward is recorded. So at first
 order their gradients are those of plain autograd in every bit, and at order 2 those of ``torch.func.grad``.
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial, wraps
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from . import tree
-from .autodiff import current_modes, in_modes, pull_back, push_forward, replace_at, unwrap_dead
+from .autodiff import current_modes, in_modes, layers, pull_back, push_forward, replace_at, unwrap_dead
+from .compile.tracing.tracer import draws, recorder
+from .device import HOST, META
 from .tree import expect
 
 
@@ -30,7 +35,8 @@ def remat(f: Callable[..., Any], order: int = 1) -> Callable[..., Any]:
     """Return ``f`` with its intermediate results recomputed in the backward; arguments and results are trees.
 
     ``order`` 1 allows one reverse derivative, after any number of forward ones; 2 allows any. Raises TypeError if ``f``
-    closes over a tensor or returns anything but float tensors, RuntimeError if order 1 is differentiated twice.
+    closes over a tensor, draws from torch's generators, writes to an argument or returns anything but float tensors.
+    Raises RuntimeError if order 1 is differentiated twice.
     """
     expect(order in (1, 2), f"remat: order is {order}; wanted 1 (first derivatives only) or 2 (any)")
     check_closure("remat", f)
@@ -42,8 +48,12 @@ def remat(f: Callable[..., Any], order: int = 1) -> Callable[..., Any]:
             raise RuntimeError(f"remat({_name(f)}) cannot be traced by torch.compile; {fix}")
         leaves, structure = tree.flatten(args)
         places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-        static, structure_of_result = replace_at(leaves, places, [None] * len(places)), []
-        modes = current_modes([leaves[i] for i in places])
+        for path, leaf in tree.items(args):
+            expect(
+                not isinstance(leaf, torch.Generator), f"remat({_name(f)}): {path} is a generator; {_DRAW}", TypeError
+            )
+        given, static = [leaves[i] for i in places], replace_at(leaves, places, [None] * len(places))
+        structure_of_result, modes = [], current_modes(given)
 
         def run(*tensors: Tensor) -> tuple[Tensor, ...]:
             with in_modes(modes):
@@ -53,7 +63,9 @@ def remat(f: Callable[..., Any], order: int = 1) -> Callable[..., Any]:
             structure_of_result[:] = [tree.structure(result)]
             return tuple(tree.leaves(result))
 
-        out = _Remat.apply(run, order, _name(f), *[leaves[i] for i in places])
+        versions, drawn = _versions(given), _drawn(given)
+        out = _Remat.apply(run, order, _name(f), *given)
+        _check_pure(f, args, run, versions, drawn)
         return tree.unflatten(structure_of_result[0], out)
 
     return call
@@ -117,6 +129,52 @@ class _FirstOrderOnly(torch.autograd.Function):
     jvp = backward
 
 
+def _versions(tensors: Sequence[Tensor]) -> list[int]:
+    """Return how often each tensor was written to; -1 for one of inference mode, which torch does not count."""
+    inner = [[*layers(t)][-1] for t in tensors]
+    return [-1 if t.is_inference() else t._version for t in inner]
+
+
+def _drawn(tensors: Sequence[Tensor]) -> tuple[list[bytes], int]:
+    """Return the states of torch's generators for the host and the devices of ``tensors``, and a capture's draws."""
+    modules = {d: torch.get_device_module(d) for d in {t.device for t in tensors} - {HOST, META}}
+    with temporarily_clear_interpreter_stack(), _disable_current_modes():
+        states = [torch.get_rng_state()]
+        states += [module.get_rng_state(device) for device, module in modules.items() if module.is_available()]
+        return [state.numpy().tobytes() for state in states], len(found.drawn) if (found := recorder()) else 0
+
+
+class _Draws(TorchDispatchMode):
+    """Notes the ops that draw random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drawn = list[Any]()
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call ``op``."""
+        self.drawn += [op] if draws(op, args, kwargs or {}) else []
+        return op(*args, **(kwargs or {}))
+
+
+def _check_pure(
+    f: Any, args: Any, run: Callable[..., Any], versions: list[int], drawn: tuple[list[bytes], int]
+) -> None:
+    """Raise TypeError if a call of ``f`` wrote to a tensor in ``args`` or drew numbers, given what was so before it."""
+    named = [(path, leaf) for path, leaf in tree.items(args) if isinstance(leaf, Tensor)]
+    given, (states, count) = [t for _, t in named], drawn
+    for (path, _), before, after in zip(named, versions, _versions(given), strict=True):
+        fix = "its recomputation would read what it wrote: compute a new tensor"
+        expect(before == after, f"remat({_name(f)}) writes to its argument {path}, and {fix}", TypeError)
+    ops = list[Any]() if (found := recorder()) is None else found.drawn[count:]
+    if not ops and _drawn(given)[0] != states:
+        with torch.no_grad(), _Draws() as mode:  # of this function or of another thread
+            run(*given)
+        ops = mode.drawn
+    for op in ops:
+        raise TypeError(f"remat({_name(f)}) draws by {op} of torch, and again when it recomputes; {_DRAW}")
+
+
 def _twice(name: str) -> RuntimeError:
     return RuntimeError(
         f"remat({name}) gives first derivatives only and was differentiated twice; use remat(f, order=2)"
@@ -127,12 +185,19 @@ def _name(f: Any) -> str:
     return _name(f.func) if isinstance(f, partial) else getattr(f, "__name__", repr(f))
 
 
+_DRAW = "pass a key, and draw with fquant.random"
+
+
 def check_closure(verb: str, f: Any) -> None:
-    """Raise TypeError if ``f``, which is given to ``verb``, closes over a tensor."""
-    bound = dict(inspect.getclosurevars(f).nonlocals) if inspect.isfunction(f) else {}
+    """Raise TypeError if ``f``, which is given to ``verb``, closes over a tensor or reads a generator."""
+    read = inspect.getclosurevars(f) if inspect.isfunction(f) else None
+    bound, outer = (dict(read.nonlocals), dict(read.globals)) if read else ({}, {})
     if isinstance(f, partial):
         bound = {f"argument {i}": x for i, x in enumerate(f.args)} | f.keywords
         check_closure(verb, f.func)
+    for name, x in (outer | bound).items():
+        if isinstance(x, torch.Generator):
+            raise TypeError(f"{verb}({_name(f)}) reads the generator {name!r}; {_DRAW}")
     for name, x in bound.items():
         if any(isinstance(leaf, Tensor) for leaf in tree.leaves(x)):
             fault = f"closes over the tensor {name!r}, whose gradient would silently be zero"

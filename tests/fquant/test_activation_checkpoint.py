@@ -1,5 +1,6 @@
 """Tests of fquant.remat: equal derivatives, less memory, errors by name. Verbs under it are in test_transforms."""
 
+import threading
 from functools import partial
 
 import pytest
@@ -261,6 +262,71 @@ RESULTS = {
 def test_results_are_floats(f, message):
     with pytest.raises(TypeError, match=message):
         remat(f)(X)
+
+
+GENERATOR = torch.Generator()
+DRAWS = {
+    "dropout": lambda x, w: F.dropout(x @ w),
+    "a new tensor": lambda x, w: x @ w + torch.rand_like(x),
+    "in place": lambda x, w: x @ w * torch.empty_like(x).uniform_(),
+    "attention": lambda x, w: F.scaled_dot_product_attention(x @ w, x @ w, x @ w, dropout_p=0.1),
+}
+PURE = {
+    "no dropout": lambda x, w: F.dropout(x @ w, training=False),
+    "attention without dropout": lambda x, w: F.scaled_dot_product_attention(x @ w, x @ w, x @ w),
+    "by a key": lambda x, w: (x @ w) * random.uniform(random.key(0), (5, 6), torch.float64),
+    "its own tensor": lambda x, w: (x @ w).mul_(2),
+}
+WRITES = {
+    "to an argument": lambda x, w: x * w.mul_(0.5).sum(),
+    "to a view": lambda x, w: x * w[2:3, 1].zero_().sum(),
+}
+WITHIN = {
+    "value": lambda f: f,
+    "grad": grad,
+    "vmap of grad": lambda f: lambda x, w: vmap(grad(f), (0, None), randomness="different")(x[None], w),
+    "autograd": lambda f: lambda x, w: torch.autograd.grad(f(x.clone().requires_grad_(), w), w.requires_grad_(False)),
+    "captured": lambda f: jit(grad(f)),
+}
+
+
+@orders
+@pytest.mark.parametrize("within", WITHIN)
+@pytest.mark.parametrize("name", [*DRAWS, *WRITES])
+def test_what_a_recomputation_would_not_repeat_is_refused(name, within, order):
+    f = (DRAWS | WRITES)[name]
+    message = "writes to its argument 1" if name in WRITES else "draws by aten.* of torch"
+    with pytest.raises(TypeError, match=rf"remat\(<lambda>\) {message}"):
+        WITHIN[within](lambda x, w: remat(f, order=order)(x, w).sum())(X, W.clone())
+
+
+@orders
+@pytest.mark.parametrize("name", PURE)
+def test_what_it_repeats_is_not(name, order):
+    plain, ours = (grad(lambda x, w, f=f: f(x, w).sum(), (0, 1)) for f in (PURE[name], remat(PURE[name], order=order)))
+    same(ours(X, W), plain(X, W))
+    same(jit(ours)(X, W), plain(X, W))
+
+
+def test_generators_are_refused():
+    own = torch.Generator()
+    for f in (lambda x: x * torch.rand((), generator=own), lambda x: x * torch.rand((), generator=GENERATOR)):
+        with pytest.raises(TypeError, match="reads the generator '(own|GENERATOR)'; pass a key"):
+            remat(f)
+    with pytest.raises(TypeError, match="1.gen is a generator; pass a key"):
+        remat(lambda x, at: x * torch.rand((), generator=at["gen"]))(X, {"gen": own})
+
+
+def test_another_thread_may_draw():
+    """The state of a generator is then another, and no op of the function is to blame."""
+
+    def f(x):
+        thread = threading.Thread(target=torch.rand, args=(3,))
+        thread.start()
+        thread.join()
+        return x.sin()
+
+    same(grad(lambda x: remat(f)(x).sum())(X), X.cos())
 
 
 def test_torch_compile_is_refused_by_name():

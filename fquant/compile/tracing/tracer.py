@@ -65,6 +65,15 @@ def record(f: Callable[..., Sequence[Tensor]], fakes: Sequence[Tensor], mode: Fa
     return _LazyGraphModule(root, graph)  # whose code is written when it first runs, after passes have changed it
 
 
+def draws(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Return True if a call of ``op`` draws from a generator; one with a probability of dropout does unless it is 0."""
+    if torch.Tag.nondeterministic_seeded not in op.tags:
+        return False
+    given = {arg.name: arg.default_value for arg in op._schema.arguments}
+    given |= dict(zip(given, args, strict=False)) | kwargs
+    return bool(given.get("dropout_p", given.get("dropout", 1)))
+
+
 class _Called(TorchFunctionMode):
     """Leaves a frame with the torch function that is called, for errors (errors.py)."""
 
@@ -79,6 +88,7 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.graph, self.root, self.mode = graph, root, mode
         self._device = device
+        self.drawn = list[OpOverload]()  # ops that draw random numbers, in order
         self._graphs = [graph]  # the whole graph, and those within it that are recorded aside
         # Held weakly, because torch copies a tensor that it would give to a caller if there is another owner.
         self._nodes: MutableMapping[Tensor, Node] = WeakTensorKeyDictionary()
@@ -148,6 +158,7 @@ class Recorder(TorchDispatchMode):
         name = self.graph._target_to_str(op.overloadpacket.__name__)
         results = op(*args, **kwargs)
         node = self.graph.create_node("call_function", op, node_args, node_kwargs, name)
+        self.drawn += [op] if draws(op, args, kwargs) else []
         if fx_traceback.has_preserved_node_meta():
             node.meta["stack_trace"], node.meta["backward"] = place()
         values = list[tuple[Tensor, Tensor]]()
