@@ -8,6 +8,7 @@ Ranks are forked from a server where that can be (rank_server.py), so that they 
 Temporary files of a launcher, and of torch's part in it, are in one folder (temporary_folder.py).
 """
 
+import gc
 import logging
 import multiprocessing
 import os
@@ -131,6 +132,7 @@ def _is_stopped(pid: int | None) -> bool:
 def _run(f: Callable[..., Any], *args: Any) -> Any:
     """Return ``f(*args)`` on a rank, which ends if its launcher does."""
     rank_server.began()
+    gc.freeze()  # what was imported stays: to visit it takes Python's collector half a second, and all ranks wait
     with suppress(ImportError):  # torch.fx makes a bar with a lock of processes, which a killed rank would leave
         import_module("tqdm").tqdm.set_lock(threading.RLock())
     threading.Thread(target=_end_with_launcher, name="end with the launcher", daemon=True).start()

@@ -1,6 +1,7 @@
 """Ranks end with their launcher, however it ends."""
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import re
@@ -156,3 +157,8 @@ def test_the_rank_that_was_killed_is_named_and_not_one_that_noticed(tmp_path, at
     command = [sys.executable, str(tmp_path / "job.py"), str(tmp_path)]
     found = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
     assert re.fullmatch(r"rank 1 \(pid \d+\) was killed by SIGKILL; the other ranks were stopped\n", found.stdout)
+
+
+def test_what_a_rank_has_imported_is_not_collected_again():
+    """To visit it takes Python's collector half a second, in which every other rank waits."""
+    assert ranks.local(2, gc.get_freeze_count) > 100_000
