@@ -140,6 +140,8 @@ def _run(f: Callable[..., Any], *args: Any) -> Any:
         return f(*args)
     except Stopped as stopped:  # a launcher that stops its ranks takes no results, and a rank that has one waits for it
         sys.exit(128 + stopped.sigval)
+    finally:
+        gc.unfreeze()  # so that libraries see their objects end
 
 
 def _end_with_launcher() -> None:
