@@ -30,6 +30,8 @@ from .compile.tracing.tracer import draws, recorder
 from .device import HOST, META
 from .tree import expect
 
+_DRAW = "pass a key, and draw with fquant.random"
+
 
 def remat(f: Callable[..., Any], order: int = 1) -> Callable[..., Any]:
     """Return ``f`` with its intermediate results recomputed in the backward; arguments and results are trees.
@@ -48,10 +50,9 @@ def remat(f: Callable[..., Any], order: int = 1) -> Callable[..., Any]:
             raise RuntimeError(f"remat({_name(f)}) cannot be traced by torch.compile; {fix}")
         leaves, structure = tree.flatten(args)
         places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-        for path, leaf in tree.items(args):
-            expect(
-                not isinstance(leaf, torch.Generator), f"remat({_name(f)}): {path} is a generator; {_DRAW}", TypeError
-            )
+        if any(isinstance(leaf, torch.Generator) for leaf in leaves):
+            (path, *_) = [path for path, leaf in tree.items(args) if isinstance(leaf, torch.Generator)]
+            raise TypeError(f"remat({_name(f)}): {path} is a generator; {_DRAW}")
         given, static = [leaves[i] for i in places], replace_at(leaves, places, [None] * len(places))
         structure_of_result, modes = [], current_modes(given)
 
@@ -161,11 +162,12 @@ def _check_pure(
     f: Any, args: Any, run: Callable[..., Any], versions: list[int], drawn: tuple[list[bytes], int]
 ) -> None:
     """Raise TypeError if a call of ``f`` wrote to a tensor in ``args`` or drew numbers, given what was so before it."""
-    named = [(path, leaf) for path, leaf in tree.items(args) if isinstance(leaf, Tensor)]
-    given, (states, count) = [t for _, t in named], drawn
-    for (path, _), before, after in zip(named, versions, _versions(given), strict=True):
+    given, (states, count) = [leaf for leaf in tree.leaves(args) if isinstance(leaf, Tensor)], drawn
+    if (now := _versions(given)) != versions:
+        paths = [path for path, leaf in tree.items(args) if isinstance(leaf, Tensor)]
+        path = next(path for path, a, b in zip(paths, versions, now, strict=True) if a != b)
         fix = "its recomputation would read what it wrote: compute a new tensor"
-        expect(before == after, f"remat({_name(f)}) writes to its argument {path}, and {fix}", TypeError)
+        raise TypeError(f"remat({_name(f)}) writes to its argument {path}, and {fix}")
     ops = list[Any]() if (found := recorder()) is None else found.drawn[count:]
     if not ops and _drawn(given)[0] != states:
         with torch.no_grad(), _Draws() as mode:  # of this function or of another thread
@@ -183,9 +185,6 @@ def _twice(name: str) -> RuntimeError:
 
 def _name(f: Any) -> str:
     return _name(f.func) if isinstance(f, partial) else getattr(f, "__name__", repr(f))
-
-
-_DRAW = "pass a key, and draw with fquant.random"
 
 
 def check_closure(verb: str, f: Any) -> None:

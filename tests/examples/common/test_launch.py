@@ -1,4 +1,4 @@
-"""Ranks end with their launcher, however it ends."""
+"""Ranks end with their launcher, however it ends; the one that failed is named, and none stands still for another."""
 
 import contextlib
 import gc
