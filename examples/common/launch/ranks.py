@@ -5,6 +5,7 @@ which have the time to take a step and write a checkpoint. A rank that is stoppe
 end, so it is killed when another rank has failed.
 
 Ranks are forked from a server where that can be (rank_server.py), so that they start again in a fraction of a second.
+One that is killed while it waits for the others to end is named like any other (finished_event.py).
 Temporary files of a launcher, and of torch's part in it, are in one folder (temporary_folder.py).
 """
 
@@ -32,7 +33,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from fquant.kernels.cpu import usable_cores
 
-from . import rank_server, temporary_folder
+from . import finished_event, rank_server, temporary_folder
 from .rank_server import SIGNALS
 
 __all__ = ["RankFailed", "Stopped", "import_early", "local", "record"]
@@ -68,7 +69,7 @@ def local(ranks: int, f: Callable[..., Any], *args: Any) -> Any:
         )  # fmt: skip
         died = dict[int, BaseProcess]()
         try:
-            with _watched(ranks, died):
+            with _watched(ranks, died), finished_event.used(method):
                 return elastic_launch(config, _run)(f, *args)[0]
         except ChildFailedError as error:
             if codes := {f.exitcode for f in error.failures.values()} & {128 + number for number in SIGNALS}:

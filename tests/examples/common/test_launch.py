@@ -159,6 +159,43 @@ def test_the_rank_that_was_killed_is_named_and_not_one_that_noticed(tmp_path, at
     assert re.fullmatch(r"rank 1 \(pid \d+\) was killed by SIGKILL; the other ranks were stopped\n", found.stdout)
 
 
+KILLED_AT_END = """
+    import multiprocessing, os, signal, time
+    from torch.distributed.elastic.multiprocessing.api import MultiprocessContext
+    from examples.common.launch import ranks
+
+    @ranks.record
+    def ends(): return os.getpid()
+
+    is_done = MultiprocessContext._is_done
+
+    def killed(context):  # behind the agent's look at the ranks, before it lets them go
+        if done := is_done(context):
+            time.sleep(0.5)
+            os.kill(context._return_values[0], signal.SIGKILL)
+            while context._pc.processes[0].is_alive(): time.sleep(0.01)
+        return done
+
+    if __name__ == "__main__":
+        MultiprocessContext._is_done = killed
+        try: print(ranks.local(2, ends))
+        except ranks.RankFailed as error: print(error)
+        MultiprocessContext._is_done = is_done
+        print(ranks.local(2, ends) > 0, type(multiprocessing.get_context("forkserver").Event()).__module__)
+    """
+
+
+def test_a_rank_that_is_killed_when_all_have_ended_is_named(tmp_path):
+    """It waits for the others. The launcher is not to wait for it, and the next ranks end."""
+    (tmp_path / "job.py").write_text(textwrap.dedent(KILLED_AT_END))
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
+    command = [sys.executable, str(tmp_path / "job.py")]
+    found = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+    named, again = found.stdout.splitlines()
+    assert re.fullmatch(r"rank 0 \(pid \d+\) was killed by SIGKILL; the other ranks were stopped", named)
+    assert again == "True multiprocessing.synchronize"
+
+
 def test_what_a_rank_has_imported_is_not_collected_again():
     """To visit it takes Python's collector half a second, in which every other rank waits."""
     assert ranks.local(2, gc.get_freeze_count) > 100_000
