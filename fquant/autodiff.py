@@ -123,9 +123,11 @@ def is_mapped(t: Tensor) -> bool:
     return any(map(is_batchedtensor, layers(t)))
 
 
-def is_transformed(t: Tensor) -> bool:
-    """Return True if a transform of torch.func wraps ``t``, or if it carries a gradient or a tangent."""
-    return is_functorch_wrapped_tensor(t) or (t.requires_grad and torch.is_grad_enabled()) or is_dual(t)
+def has_derivatives(t: Tensor) -> bool:
+    """Return True if ``t`` carries a gradient or a tangent, or a transform of torch.func other than vmap wraps it."""
+    *wrapped, plain = each = [*layers(t)]
+    recorded = torch.is_grad_enabled() and any(x.requires_grad for x in each)
+    return recorded or is_dual(plain) or not all(map(is_batchedtensor, wrapped))
 
 
 def is_dual(t: Tensor) -> bool:

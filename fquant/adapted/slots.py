@@ -4,13 +4,13 @@
 
 Slots of one rank are a stack, and a stack is two batched products. So nothing is padded to the largest rank. The
 product with the base has the rows of all slots, and decodes a packed weight once: ``packed_linear.linear`` adds it.
-All is plain torch, so every transform of torch.func applies.
 """
 
 import torch
 from torch import Tensor
 
 from .. import random
+from .batched_product import batched_linear
 from .nodes import LoraSlots, divisor
 
 
@@ -29,7 +29,8 @@ def updates(x: Tensor, slots: LoraSlots, key: Tensor | None = None) -> Tensor:
         x = random.dropout(x, slots.dropout, key)
     x, found = x.to(slots.stacks[0].a.dtype), []
     for lora, rows, alpha in zip(slots.stacks, x.split(sizes), slots.alpha.split(sizes), strict=True):
-        low = rows.reshape(len(rows), rows[:1].numel() // rows.shape[-1], rows.shape[-1]) @ lora.a.mT  # [n t rank]
+        rows = rows.reshape(len(rows), rows[:1].numel() // rows.shape[-1], rows.shape[-1])
+        low = batched_linear(rows, lora.a)  # [n t rank]
         factor = (alpha / divisor(lora)).to(torch.promote_types(low.dtype, torch.float32))
-        found.append((low * factor[:, None, None]).to(low.dtype) @ lora.b.mT)
+        found.append(batched_linear((low * factor[:, None, None]).to(low.dtype), lora.b))
     return torch.cat([y.reshape(n, *lead[1:], y.shape[-1]) for n, y in zip(sizes, found, strict=True)])

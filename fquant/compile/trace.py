@@ -28,6 +28,7 @@ from .memory import allocator, plan
 from .passes.decompose import decompose
 from .passes.donate import donate as write_over_donated
 from .passes.fuse_pointwise import fuse_pointwise
+from .passes.gate_steps import gate_steps
 from .passes.reinplace import reinplace
 from .passes.rematerialize import rematerialize
 from .passes.simplify import remove_products_with_one, remove_unused_views, simplify
@@ -115,7 +116,7 @@ def trace(
     module = _recorded(flat, [t for _, t in named], device, host, lines)
     with _disable_current_modes():
         graph.run(module.graph, passes)
-        graph.run(module.graph, (decompose, rematerialize) if recompute else (decompose,))
+        graph.run(module.graph, (decompose, gate_steps, *([rematerialize] if recompute else [])))
         placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
         donated = {path: node for (path, t), node in zip(named, placeholders, strict=True) if id(t) in donate}
         taken = set(write_over_donated(module.graph, donated))

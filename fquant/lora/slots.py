@@ -17,8 +17,8 @@ A bank is a list of Slots, and each of these has room for adapters of one struct
 the slot: of adapters, of batches and of activations. The products with the base have the rows of all slots, so a packed
 weight is decoded once. Low-rank products are batched by rank, without padding (``fquant.adapted.slots``).
 
-*Bits.* A slot shares nothing with others but the rows of products. So it has the bits of its run alone where the bits
-of a row do not depend on the rows beside it: on the host, if both run inside ``fquant.batch_invariant()``.
+*Bits.* A slot shares nothing with others but the rows of products. So it has the bits of its run alone where those of a
+row do not depend on the rows beside it, or on layouts. On the host both run inside ``fquant.batch_invariant()``.
 
 *Ends.* A slot that is stopped keeps its bits: adapter, moments and count. Its rows are still computed. ``fill`` writes
 another adapter over it. Shapes stay, so a captured step is not traced again.
@@ -190,7 +190,6 @@ def _updated(slots: Slots, grads: Adapters, optimizer: Optimizers) -> Slots:
 
     if not len(slots.key):  # on a mesh of more ranks than slots
         return slots
-    grads = tree.map(torch.Tensor.contiguous, grads)  # those of batched products are transposed, which breaks fusion
     adapters, state = vmap(one)(slots.own, slots.active, grads, slots.state, slots.adapters)
     return replace(slots, adapters=adapters, state=state, count=slots.count + slots.active)
 

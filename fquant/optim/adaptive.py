@@ -71,7 +71,7 @@ def _adam(
         factors = torch.stack([factor, 1.0 / debias1, debias2.rsqrt()])
 
         def one(p: Tensor, g: Tensor, key: Tensor | None, m: Any, v: Any) -> tuple[Any, ...]:
-            if not fuses(p, g, m, v):
+            if not fuses(g, p, m, v):
                 g = g.float() + decay * p.float() if coupled else g.float()
                 m = b1 * m + (1 - b1) * g
                 v = b2 * v + (1 - b2) * g**2
@@ -81,7 +81,7 @@ def _adam(
             new, *codes = adam_update(
                 narrow(g), narrow(p), *codes_and_scale(m), *codes_and_scale(v),
                 factors if isinstance(m, Packed) else divisors, text_of(m), text_of(v), rounding_of(moments),
-                b1, b2, eps, decay, coupled, apply, key, 0,
+                b1, b2, eps, decay, coupled, apply, key, 0, None,
             )  # fmt: skip
             return new.to(p.dtype) if apply else new, moment_like(m, *codes[:2]), moment_like(v, *codes[2:])
 

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from .. import tree
-from ..autodiff import is_transformed
+from ..autodiff import has_derivatives
 from ..communication import Memory
 from ..format import MOMENT4, MOMENT4_UNSIGNED, MOMENT8, MOMENT8_UNSIGNED, MOMENT_FP8, Format
 from ..kernels.moment_codes import ROUNDINGS
@@ -119,18 +119,19 @@ def narrow(x: Tensor) -> Tensor:
     return x if x.dtype in FLOATS else x.float()
 
 
-def fuses(*tensors: Tensor | Packed) -> bool:
+def fuses(grad: Tensor, *tensors: Tensor | Packed) -> bool:
     """Return True if a step of gradient, parameter and moments is to be one op.
 
-    With packed moments it is. In float32 the formula is computed where that has what the op lacks: derivatives, one
-    call for all elements that vmap maps, float64, the parameter's strides, fusion by torch.compile. Bits are equal.
+    With packed moments it is. In float32 the formula is computed where that has what the op lacks: derivatives,
+    float64, the parameter's strides, fusion by torch.compile. Bits are equal. The gradient may have any strides.
     """
     if any(isinstance(t, Packed) for t in tensors):
         return True
     if torch.compiler.is_dynamo_compiling():
         return False
-    plain = [t for t in tensors if isinstance(t, Tensor)]
-    return all(t.dtype in FLOATS and t.is_contiguous() and not is_transformed(t) for t in plain)
+    plain = [grad, *(t for t in tensors if isinstance(t, Tensor))]
+    is_constant = all(t.dtype in FLOATS and not has_derivatives(t) for t in plain)
+    return is_constant and all(t.is_contiguous() for t in plain[1:])
 
 
 def codes_and_scale(moment: Tensor | Packed) -> tuple[Tensor, Tensor]:

@@ -100,12 +100,12 @@ def _optimizer(
         rates = factor.expand(3)
 
         def one(p: Tensor, g: Tensor, key: Tensor | None, m: Any = None) -> tuple[Any, ...]:
-            if m is None or not fuses(p, g, m):
+            if m is None or not fuses(g, p, m):
                 change, m = dense(p, g, m, factor)
                 return applied(p, change, key) if apply else change, *([m] if has_moment else [])
             new, codes, scale = momentum_update(
                 narrow(g), narrow(p), *codes_and_scale(m), rates, text_of(m), rounding_of(moments), rule, b1, b2, decay,
-                apply, key, 0,
+                apply, key, 0, None,
             )  # fmt: skip
             return new.to(p.dtype) if apply else new, moment_like(m, codes, scale)
 

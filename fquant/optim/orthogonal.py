@@ -68,7 +68,7 @@ def muon(
                 plain = torch.ones_like(factor).expand(3)
                 direction, codes, scales = momentum_update(
                     narrow(g), narrow(p), *codes_and_scale(m), plain, m.format.text, stored.rounding, rule, momentum,
-                    0.0, 0.0, False, None, 0,
+                    0.0, 0.0, False, None, 0, None,
                 )  # fmt: skip
                 m = moment_like(m, codes, scales)
             else:

@@ -10,7 +10,7 @@ from torch.func import grad, hessian, jacfwd, jvp, vmap
 from torch.overrides import TorchFunctionMode
 
 from fquant import NF4, dequantize, jit, linear, quantize, remat, scan
-from fquant.autodiff import is_mapped
+from fquant.autodiff import has_derivatives, is_mapped
 from fquant.kernels.reference.causal_attention import dense
 from fquant.vq.precision import matmul
 from models import blocks, fused_cross_entropy
@@ -147,3 +147,22 @@ def test_is_mapped_sees_through_other_transforms():
     vmap(f, (0, None))(x, w)
     vmap(grad(f), (0, None))(x, w)
     assert seen == [False] * 3 + [True, False, True] * 2
+
+
+def test_has_derivatives_sees_every_transform_but_vmap():
+    def seen(transform, *args, outside=lambda x: x):
+        found = []
+        transform(lambda x: found.append(has_derivatives(x)) or (x * x).sum())(*map(outside, args))
+        return found[0]
+
+    x, plain, mapped = torch.ones(3, 2), lambda f: f, lambda f: vmap(f)
+    pushed = lambda f: lambda x: jvp(f, (x,), (x,))
+    assert not any(seen(of, x) for of in (plain, mapped, lambda f: vmap(vmap(f))))
+    assert all(seen(of, x) for of in (grad, lambda f: vmap(grad(f)), lambda f: grad(lambda x: vmap(f)(x).sum())))
+    assert seen(pushed, x) and seen(lambda f: pushed(vmap(f)), x)
+    for of in (plain, mapped):
+        assert seen(of, x, outside=lambda x: x.clone().requires_grad_())
+        with torch.no_grad():
+            assert not seen(of, x, outside=lambda x: x.clone().requires_grad_())
+        with forward_ad.dual_level():
+            assert seen(of, x, outside=lambda x: forward_ad.make_dual(x, x))

@@ -6,12 +6,13 @@ of a step fragment the heap, which grows to a quarter more than it holds. Planne
 the peak of live bytes.
 
 An op is planned through its out variant, if that computes there (``out_variants.py``), or composed there
-(``composed.py``). So are pointwise programs, and casts, which become copies. A view of a planned result is always the
-same tensor, and is made once. Results of other ops and of the graph itself are allocated as usual. So is what a
-collective sends or receives, because it may be in flight when an error ends a replay. A collective with a ``lent``
-overload returns its receive buffer rather than a copy (``shard/transport/gloo.py``). The plan calls that if nothing
-writes or returns it. A sum over ranks is written over its addend if nothing else reads that. A step of an optimiser
-with packed moments writes over the parameter and the moments that are donated.
+(``composed.py``). So are pointwise programs, and casts, which become copies. Parts of a concatenation are computed in
+the memory of the whole (``concatenation.py``). A view of a planned result is always the same tensor, and is made once.
+Results of other ops and of the graph itself are allocated as usual. So is what a collective sends or receives, because
+it may be in flight when an error ends a replay. A collective with a ``lent`` overload returns its receive buffer rather
+than a copy (``shard/transport/gloo.py``). The plan calls that if nothing writes or returns it. A sum over ranks is
+written over its addend if nothing else reads that. A step of an optimiser with packed moments writes over the parameter
+and the moments that are donated.
 """
 
 import mmap
@@ -30,14 +31,15 @@ from ...kernels import dispatch
 from ...kernels.ops.pointwise import OP
 from .. import graph as graphs
 from .. import liveness
+from ..passes.gate_steps import STEPS
 from ..passes.reinplace import redirect
 from .composed import COMPOSED, compose
-from .offsets import Span, assign_offsets
+from .concatenation import assign_with_parts
+from .offsets import Span
 from .out_variants import out_variant, result_names
 
 _aten = torch.ops.aten
 _COPIES = (_aten._to_copy.default, _aten.clone.default)
-_STEPS = ("fquant.adam_update.default", "fquant.momentum_update.default")  # result i may be over argument i + 1
 _SUM = "_c10d_functional.all_reduce.default"  # by name, because a build of torch may lack the op
 
 
@@ -70,7 +72,7 @@ class MemoryPlan:
 def plan_memory(graph: Graph) -> MemoryPlan | None:
     """Return a copy of ``graph`` whose results are in one piece of memory if possible; None if none can be."""
     over = _steps_in_place(graph)
-    slots, nbytes = _assign_slots(graph, over)
+    slots, nbytes, joined = _assign_slots(graph, over)
     if not slots:
         return None
     new, copies, tensors = Graph(), dict[Node, Node](), dict[str, Slot | View]()
@@ -84,7 +86,11 @@ def plan_memory(graph: Graph) -> MemoryPlan | None:
         return new.get_attr(name)
 
     for node in graph.nodes:
-        if node in slots:
+        if node in joined:
+            (whole,) = slots[node]
+            assert whole is not None
+            copies[node] = planned(node.name, whole)
+        elif node in slots:
             results = [slot and planned(f"{node.name}_at_{i}", slot) for i, slot in enumerate(slots[node])]
             for i, copy in over.get(node, {}).items():
                 results[i] = copies[copy] = copies[copy.args[0]]  # type: ignore[index]
@@ -154,7 +160,7 @@ def _steps_in_place(graph: Graph) -> dict[Node, dict[int, Node]]:
     """
     place = {node: i for i, node in enumerate(graph.nodes)}
     found = dict[Node, dict[int, Node]]()
-    for node in [node for node in graph.nodes if str(node.target) in _STEPS]:
+    for node in [node for node in graph.nodes if str(node.target) in STEPS]:
         for item in node.users:
             i, copies = item.args[1] if item.target is operator.getitem else None, [*item.users]
             if i is None or len(copies) != 1 or copies[0].target is not _aten.copy_.default:
@@ -186,8 +192,10 @@ def _write_to(call: Node, results: Sequence[Node | None]) -> list[int]:
     return []
 
 
-def _assign_slots(graph: Graph, over: dict[Node, dict[int, Node]]) -> tuple[dict[Node, list[Slot | None]], int]:
-    """Return the slots of the results of each node that can be planned, and the bytes of all.
+def _assign_slots(
+    graph: Graph, over: dict[Node, dict[int, Node]]
+) -> tuple[dict[Node, list[Slot | None]], int, set[Node]]:
+    """Return the slots of the results of each node that can be planned, the bytes of all, and joins without a copy.
 
     The results ``over`` arguments need no slots; nodes whose other results cannot be planned are removed from it.
     """
@@ -198,7 +206,7 @@ def _assign_slots(graph: Graph, over: dict[Node, dict[int, Node]]) -> tuple[dict
     spans = list[Span]()
     for place, node in enumerate(graph.nodes):
         tensors = graphs.tensors(node) if _can_write_to(node) else []
-        least = 0 if str(node.target) in _STEPS else 1  # bytes; moments in float32 have no scales
+        least = 0 if str(node.target) in STEPS else 1  # bytes; moments in float32 have no scales
         fill = [graphs.nbytes(t) == t.untyped_storage().nbytes() and t.storage_offset() == 0 for t in tensors]
         fill = [full and graphs.nbytes(t) >= least for full, t in zip(fill, tensors, strict=True)]
         fit = [full and t.untyped_storage()._cdata not in external for full, t in zip(fill, tensors, strict=True)]
@@ -212,12 +220,12 @@ def _assign_slots(graph: Graph, over: dict[Node, dict[int, Node]]) -> tuple[dict
             if all(ok or k in placed for k, ok in enumerate(fit)) or (fit[i] and node.target is OP):
                 results.append((node, i))
                 spans.append((place, last[t.untyped_storage()._cdata], graphs.nbytes(t)))
-    offsets, nbytes = assign_offsets(spans)
+    offsets, nbytes, joined = assign_with_parts(graph, results, spans, last)
     made = dict.fromkeys([*over, *(node for node, _ in results)])
     slots: dict[Node, list[Slot | None]] = {node: [None] * len(graphs.tensors(node)) for node in made}
     for (node, i), offset in zip(results, offsets, strict=True):
         slots[node][i] = Slot(offset, graphs.tensors(node)[i])
-    return slots, nbytes
+    return slots, nbytes, joined
 
 
 def _can_write_to(node: Node) -> bool:

@@ -1,4 +1,4 @@
-"""Graph simplification: dead code, aliases, common views, constants and, last of all passes, products with 1.
+"""Graph simplification: dead code, aliases, common views and small tensors, constants and, last, products with 1.
 
 Other passes leave unused views. In a plan they cost no memory. But torch's interpreter, by which CUDA graphs are
 recorded, keeps them to its end, and their memory with them.
@@ -15,6 +15,8 @@ from .. import graph as graphs
 _aten = torch.ops.aten
 _IDENTITIES = (_aten.detach.default, _aten.alias.default)  # without autograd they return their argument
 _CONSTANTS = {_aten.ones_like.default: 1, _aten.zeros_like.default: 0}  # which read only the argument's shape
+_EMPTY = (_aten.new_empty.default, _aten.empty.memory_format)
+_SMALL = 4096  # bytes of a tensor that is computed once: larger ones may cost more to hold than to compute again
 _PRODUCTS = (_aten.mul.Tensor, _aten.mul.Scalar)  # with 1 if the alpha of an adapter is its rank
 _VIEWS = {  # of ops that change a tensor's own metadata, which a replay in planned memory would apply each time
     _aten.squeeze_.default: _aten.squeeze.default, _aten.squeeze_.dim: _aten.squeeze.dim,
@@ -24,7 +26,7 @@ _VIEWS = {  # of ops that change a tensor's own metadata, which a replay in plan
 
 
 def simplify(graph: Graph) -> None:
-    """Remove unused nodes, aliases, repeated views, and reads of tensors of which only the shape matters.
+    """Remove unused nodes, aliases, repeated views and small tensors, and reads where only the shape matters.
 
     A gradient begins with ``ones_like`` of the loss, which would keep that value live and computed. A wait returns the
     tensor that was issued; the trace has another for it.
@@ -42,6 +44,7 @@ def simplify(graph: Graph) -> None:
         elif graphs.is_wait(node) and graphs.is_issue(node.all_input_nodes[0]):
             node.all_input_nodes[0].meta["val"] = node.meta["val"]
     _deduplicate_views(graph)
+    _deduplicate_small(graph)
     graph.eliminate_dead_code()
 
 
@@ -63,6 +66,28 @@ def _deduplicate_views(graph: Graph) -> None:
         first = known.setdefault(storage, {}).setdefault(view, node)
         if first is not node and graphs.is_view(node) and not graphs.is_wait(node):
             node.replace_all_uses_with(first, delete_user_cb=lambda user: user.op != "output")
+
+
+def _deduplicate_small(graph: Graph) -> None:
+    """Compute each small tensor once, by the ops and arguments that make it, unless it is written or returned."""
+    written, returned = graphs.all_written_storages(graph), graphs.all_storages(graphs.outputs(graph))
+    known = dict[object, Node]()
+    for node in list(graph.nodes):
+        op, memory = node.target, graphs.sizes(node)
+        if not isinstance(op, torch._ops.OpOverload) or sum(memory.values()) > _SMALL or op._schema.is_mutable:
+            continue
+        key: object = (id(op), repr(node.args), repr(node.kwargs))
+        if op in _EMPTY and not sum(memory.values()):
+            key = (graphs.tensor_layouts(node), graphs.tensors(node)[0].device)
+        elif op is not _aten._to_copy.default and torch.Tag.pointwise not in op.tags:
+            continue
+        is_fixed = graphs.storages(node) & returned or graphs.all_storages((node, *node.all_input_nodes)) & written
+        if is_fixed or torch.Tag.nondeterministic_seeded in op.tags:
+            continue
+        first = known.setdefault(key, node)
+        if first is not node:
+            graphs.replace_uses(node, first)
+            graph.erase_node(node)
 
 
 def remove_products_with_one(graph: Graph) -> None:

@@ -102,7 +102,8 @@ class Update(ctypes.Structure):
     """``Update`` of csrc/work.h."""
 
     _fields_ = _fields(
-        (Pointer, "grad param out rates key"), (Moment * 2, "moments"), (State * 2, "states"), (Long, "n chunk first"),
+        (Pointer, "grad param out rates key active"), (Moment * 2, "moments"), (State * 2, "states"),
+        (Long, "count n chunk first rows columns"),
         (Float, "b1 rest1 b2 rest2 eps decay"), (Int, "rule grad_dtype param_dtype apply"),
     )  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,62 +17,73 @@ NONE = (None,) * 5
 CHUNK = 1024  # elements of moments in float32 that are converted together
 
 
-def adam_update(
-    grad: Tensor, param: Tensor, mean: Tensor, mean_scale: Tensor, square: Tensor, square_scale: Tensor, rates: Tensor,
-    mean_format: str, square_format: str, rounding: str, b1: float, b2: float, eps: float, decay: float,
-    coupled: bool, apply: bool, key: Tensor | None, start: int,
-    out: Sequence[Tensor | None] = NONE,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    states, formats = [(mean, mean_scale), (square, square_scale)], (mean_format, square_format)
-    update = _described(formats, rounding, "adam" if coupled else "adamw", b1, b2, eps, decay, apply)
+def adam_update(*args: Any, out: Sequence[Tensor | None] = NONE) -> tuple[Tensor, ...]:
+    return _run("adam_update", args, out)
+
+
+def momentum_update(*args: Any, out: Sequence[Tensor | None] = NONE) -> tuple[Tensor, ...]:
+    return _run("momentum_update", args, out)
+
+
+def _run(name: str, args: Sequence[Any], out: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+    update = describe(name, args)
     if update is None:
-        return reference.adam_update(
-            grad, param, mean, mean_scale, square, square_scale, rates, mean_format, square_format, rounding, b1, b2,
-            eps, decay, coupled, apply, key, start,
-        )  # fmt: skip
-    return _run(update, grad, param, states, rates, key, start, out)
-
-
-def momentum_update(
-    grad: Tensor, param: Tensor, moment: Tensor, scale: Tensor, rates: Tensor, format: str, rounding: str, rule: str,
-    b1: float, b2: float, decay: float, apply: bool, key: Tensor | None, start: int,
-    out: Sequence[Tensor | None] = NONE,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    update = _described((format,), rounding, rule, b1, b2, 0.0, decay, apply)
-    if update is None:
-        return reference.momentum_update(
-            grad, param, moment, scale, rates, format, rounding, rule, b1, b2, decay, apply, key, start
-        )
-    return _run(update, grad, param, [(moment, scale)], rates, key, start, out)
-
-
-def _run(
-    static: Update,
-    grad: Tensor,
-    param: Tensor,
-    states: Sequence[tuple[Tensor, Tensor]],
-    rates: Tensor,
-    key: Tensor | None,
-    start: int,
-    out: Sequence[Tensor | None],
-) -> tuple[Tensor, ...]:
-    update = Update.from_buffer_copy(static)
-    grad, param, rates = grad.contiguous(), param.contiguous(), rates.contiguous()
-    results = [result(out[0], *param.shape, dtype=param.dtype if update.apply else torch.float32)]
-    kept = [grad, param, rates, static]
-    for i, (codes, scale) in enumerate(states):
-        codes, scale = codes.contiguous(), scale.contiguous()
-        new = [result(out[1 + 2 * i], *codes.shape, dtype=codes.dtype)]
-        new += [result(out[2 + 2 * i], *scale.shape, dtype=scale.dtype)]
-        update.states[i] = State(*(t.data_ptr() for t in (codes, scale, *new)))
-        kept += [codes, scale]
-        results += new
-    update.grad, update.param, update.out, update.rates = (t.data_ptr() for t in (grad, param, results[0], rates))
-    update.n, update.grad_dtype, update.param_dtype = param.numel(), DTYPES[grad.dtype], DTYPES[param.dtype]
-    update.key, update.first = None if key is None else key.data_ptr(), start
+        return getattr(reference, name)(*args)
+    grad, *others = args[: count_tensors(args)]
+    tensors = [grad if update.rows else grad.contiguous(), *(t.contiguous() for t in others)]
+    key, active = (t if t is None else t.contiguous() for t in (args[-3], args[-1]))
+    param, *old, _ = others
+    wanted = [(param, param.dtype if update.apply else torch.float32), *((t, t.dtype) for t in old)]
+    results = [result(place, *t.shape, dtype=dtype) for place, (t, dtype) in zip(out, wanted, strict=False)]
+    point(update, tensors, key, active, results)
     if param.numel():
         call("update", update)
     return tuple(results)
+
+
+def count_tensors(args: Sequence[Any]) -> int:
+    """Return how many tensors are in front of the first format: gradient, parameter, moments and rates."""
+    return [isinstance(x, str) for x in args].index(True)
+
+
+def describe(name: str, args: Sequence[Any]) -> Update | None:
+    """Return the update of a call of an op, without addresses; None if C has no codes of a format."""
+    count = count_tensors(args)
+    (grad, param, *_, rates), options, (apply, _, start, _) = args[:count], args[count:-4], args[-4:]
+    if name == "adam_update":
+        *formats, rounding, b1, b2, eps, decay, coupled = options
+        rule = "adam" if coupled else "adamw"
+    else:
+        format, rounding, rule, b1, b2, decay = options
+        formats, eps = [format], 0.0
+    static = _described((*formats,), rounding, rule, b1, b2, eps, decay, apply)
+    if static is None:
+        return None
+    update = Update.from_buffer_copy(static)
+    update.keep = static
+    if static.moments[0].bits == 32 and grad.ndim > rates.ndim and _is_transposed(grad):
+        update.rows, update.columns = grad.shape[-2:]
+    update.grad_dtype, update.param_dtype = DTYPES[grad.dtype], DTYPES[param.dtype]
+    update.count = len(rates) if rates.ndim > 1 else 1
+    update.n, update.first = param.numel() // max(1, update.count), start
+    return update
+
+
+def point(
+    update: Update, tensors: Sequence[Tensor], key: Tensor | None, active: Tensor | None, results: Sequence[Tensor]
+) -> None:
+    """Fill in the addresses of the tensors in front of the formats, of key and active, and of the results."""
+    grad, param, *old, rates = (t.data_ptr() for t in tensors)
+    out, *new = (t.data_ptr() for t in results)
+    update.grad, update.param, update.rates, update.out = grad, param, rates, out
+    update.key, update.active = (None if t is None else t.data_ptr() for t in (key, active))
+    for i in range(len(old) // 2):
+        update.states[i] = State(*old[2 * i : 2 * i + 2], *new[2 * i : 2 * i + 2])
+
+
+def _is_transposed(x: Tensor) -> bool:
+    """Return True if ``x`` has the memory of contiguous matrices that are the transposes of its own."""
+    return min(x.shape[-2:]) > 1 and x.mT.is_contiguous()
 
 
 @lru_cache(maxsize=256)

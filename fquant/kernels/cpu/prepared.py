@@ -23,7 +23,7 @@ from ...format import read as read_format
 from ..arguments import kinds_of
 from ..dispatch import backend
 from ..spec import Spec
-from . import codec, elementwise, ordered
+from . import codec, elementwise, moments, ordered
 from .library import DTYPES, MOST_DIM, Pointer, Settings, empty, load, settings
 
 Call = Callable[..., Any]
@@ -167,6 +167,22 @@ def _pointwise(read: Sequence[Tensor], write: Sequence[Tensor], text: str) -> Ca
     return call
 
 
+def _update(name: str, *args: Any, **out: Tensor) -> Call | None:
+    update, count = moments.describe(name, args), moments.count_tensors(args)
+    grad, *others = args[:count]
+    given = [t for t in (*others, args[-3], args[-1], *out.values()) if t is not None]
+    plain = all(t.device == HOST and t.is_contiguous() for t in given) and grad.device == HOST and grad.numel()
+    if update is None or not plain or not (update.rows or grad.is_contiguous()):
+        return None
+    function, names = load().fquant_update, [f"out{i}" for i in range(count - 2)]
+
+    def call(*args: Any, **out: Tensor) -> None:
+        moments.point(update, args[:count], args[-3], args[-1], [out[name] for name in names])
+        _compute(function, ctypes.byref(update))
+
+    return call
+
+
 _PREPARED: dict[str, Callable[..., Call | None]] = {
     "fquant::matmul.out": partial(_product, "matmul"),
     "fquant::matmul_t.out": partial(_product, "matmul_t"),
@@ -175,4 +191,6 @@ _PREPARED: dict[str, Callable[..., Call | None]] = {
     "fquant::dense_matmul.out": _dense_matmul,
     "fquant::ordered_matmul.out": _ordered_matmul,
     "fquant::pointwise": _pointwise,
+    "fquant::adam_update.out": partial(_update, "adam_update"),
+    "fquant::momentum_update.out": partial(_update, "momentum_update"),
 }

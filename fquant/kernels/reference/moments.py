@@ -1,6 +1,7 @@
 """Updates of parameters by moments: decode, update, encode again, each operation in float32."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import wraps
 from typing import Any
 
 import torch
@@ -14,8 +15,32 @@ from .random_bits import fold
 from .stochastic_rounding import round_by
 
 FLOAT32 = "float32"  # in place of a format, of a moment that is not packed
+Results = tuple[Tensor, ...]
 
 
+def _one_by_one(update: Callable[..., Results]) -> Callable[..., Results]:
+    """Let ``update`` take rates f32[n 3] too, those of each index of dim 0, and leave what is not active."""
+
+    @wraps(update)
+    def run(grad: Tensor, param: Tensor, *rest: Any) -> Results:
+        *given, apply, key, start, active = rest
+        count = [isinstance(x, str) for x in given].index(True)
+        tensors, static = (grad, param, *given[:count]), given[count:]
+        if tensors[-1].ndim > 1 and len(param):
+            keys, actives = ([None] * len(param) if t is None else t.unbind() for t in (key, active))
+            each = zip(*(t.unbind() for t in tensors), keys, actives, strict=True)
+            found = [run(*one, *static, apply, k, start, a) for *one, k, a in each]
+            return tuple(torch.stack(some) for some in zip(*found, strict=True))
+        old = param if apply else torch.zeros_like(param, dtype=torch.float32), *tensors[2:-1]
+        if not param.numel():
+            return tuple(t.clone() for t in old)
+        new = update(*tensors, *static, apply, key, start)
+        return new if active is None else tuple(torch.where(active, *pair) for pair in zip(new, old, strict=True))
+
+    return run
+
+
+@_one_by_one
 def adam_update(
     grad: Tensor, param: Tensor, mean: Tensor, mean_scale: Tensor, square: Tensor, square_scale: Tensor, rates: Tensor,
     mean_format: str, square_format: str, rounding: str, b1: float, b2: float, eps: float, decay: float,
@@ -35,6 +60,7 @@ def adam_update(
     return _result(param, change, apply, key, start), *stored[0], *stored[1]
 
 
+@_one_by_one
 def momentum_update(
     grad: Tensor, param: Tensor, moment: Tensor, scale: Tensor, rates: Tensor, format: str, rounding: str, rule: str,
     b1: float, b2: float, decay: float, apply: bool, key: Tensor | None, start: int,

@@ -1,6 +1,6 @@
 """Steps of optimisers, in Triton: one pass over gradient, parameter and moments.
 
-A program holds whole blocks of the flattened parameter. A code is found by a binary search among the thresholds of
+A program holds whole blocks of a flattened parameter. A code is found by a binary search among the thresholds of
 ``moment_codes.py``, which stay in the nearest cache, as the values of codes do. Nothing is fused, denormals are kept,
 and roots and quotients are rounded to nearest. So the bits are the reference's.
 """
@@ -29,22 +29,23 @@ RULES = ("adamw", "adam", "lion", "sgd", "nesterov", "mean", "nesterov_mean")
 def adam_update(
     grad: Tensor, param: Tensor, mean: Tensor, mean_scale: Tensor, square: Tensor, square_scale: Tensor, rates: Tensor,
     mean_format: str, square_format: str, rounding: str, b1: float, b2: float, eps: float, decay: float,
-    coupled: bool, apply: bool, key: Tensor | None, start: int,
+    coupled: bool, apply: bool, key: Tensor | None, start: int, active: Tensor | None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     states, formats = ((mean, mean_scale), (square, square_scale)), (_read(mean_format), _read(square_format))
     return _run(
         "adam" if coupled else "adamw", grad, param, states, formats, rates, rounding, b1, b2, eps, decay, apply, key,
-        start,
+        start, active,
     )  # fmt: skip
 
 
 def momentum_update(
     grad: Tensor, param: Tensor, moment: Tensor, scale: Tensor, rates: Tensor, format: str, rounding: str, rule: str,
-    b1: float, b2: float, decay: float, apply: bool, key: Tensor | None, start: int,
+    b1: float, b2: float, decay: float, apply: bool, key: Tensor | None, start: int, active: Tensor | None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     return _run(
-        rule, grad, param, ((moment, scale),), (_read(format),), rates, rounding, b1, b2, 0.0, decay, apply, key, start
-    )
+        rule, grad, param, ((moment, scale),), (_read(format),), rates, rounding, b1, b2, 0.0, decay, apply, key, start,
+        active,
+    )  # fmt: skip
 
 
 def _read(text: str) -> Format | None:
@@ -66,12 +67,13 @@ def _run(
     apply: bool,
     key: Tensor | None,
     first: int,
+    active: Tensor | None,
 ) -> tuple[Tensor, ...]:
     size = max([SIZE, *(format.block or 0 for format in formats if format is not None)])
     fresh = lambda t, dtype: torch.empty(t.shape, dtype=dtype, device=param.device)
     results = [fresh(param, param.dtype if apply else torch.float32)]
     results += [fresh(t, t.dtype) for pair in states for t in pair]
-    moments: list[Any] = []
+    moments, dense = list[Any](), formats[0] is None
     for i, (pair, format) in enumerate(zip(states, formats, strict=True)):
         if format is None:
             tables: tuple[Any, ...] = None, None, None
@@ -82,13 +84,22 @@ def _run(
     constants = [part for f in formats for part in (_constants(f) if f is not None else (FLOATS, SIZE, 1.0))]
     constants += [8, SIZE, 1.0] * (2 - len(formats))
     if n := param.numel():
-        inputs = grad.contiguous(), param.contiguous(), results[0], rates.contiguous(), key
-        numbers = n, first, b1, 1 - b1, b2, 1 - b2, eps, decay, moment_codes.LEAST[rounding], moment_codes.TINY
-        flags = RULES.index(rule), apply, rounding == "grid", DTYPES[results[0].dtype], n + size >= LONG
-        flags = *flags, key is not None and apply and param.dtype is not torch.float32
+        many = rates.ndim > 1
+        n, count = (n // len(rates), len(rates)) if many else (n, 1)
+        kept = active.contiguous().view(torch.uint8) if active is not None and dense else None
+        inputs = grad.contiguous(), param.contiguous(), results[0], rates.contiguous()
+        inputs = *inputs, key if key is None else key.contiguous(), kept
+        pieces = triton.cdiv(n, size)
+        numbers = n, pieces, first, b1, 1 - b1, b2, 1 - b2, eps, decay, moment_codes.LEAST[rounding], moment_codes.TINY
+        flags = RULES.index(rule), apply, rounding == "grid", DTYPES[results[0].dtype], (n + size) * count >= LONG
+        flags = *flags, key is not None and apply and param.dtype is not torch.float32, many, kept is not None
         with on(param):
-            _update[(triton.cdiv(n, size),)](*inputs, *moments, *numbers, *constants, *flags, size, **EXACT)
-    return tuple(results)
+            _update[(pieces * count,)](*inputs, *moments, *numbers, *constants, *flags, size, **EXACT)
+    if active is None or dense:
+        return tuple(results)
+    old = param if apply else torch.zeros_like(results[0]), *(t for pair in states for t in pair)
+    shown = lambda t: active.view(*active.shape, *[1] * (t.ndim - active.ndim))
+    return tuple(torch.where(shown(new), new, t) for new, t in zip(results, old, strict=True))
 
 
 def _constants(format: Format) -> tuple[Any, ...]:
@@ -102,6 +113,12 @@ def _codes(format: Format, rounding: str, device: torch.device) -> tuple[Tensor,
     full = torch.full((2**format.bits - 1,), float("inf"), dtype=torch.float32, device=device)
     full[: len(thresholds)] = thresholds.to(device)
     return full, torch.tensor(order, dtype=torch.int32, device=device)
+
+
+@triton.jit
+def _bytes(n, BITS: tl.constexpr):
+    """Return the codes of n elements: bytes, or floats of a moment in float32."""
+    return (n + 1) // 2 if BITS == 4 else n
 
 
 @triton.jit
@@ -180,23 +197,34 @@ def _drawn(x, word, OUT: tl.constexpr):
 
 @triton.jit
 def _update(
-    grad, param, out, rates, key, codes, scale, new_codes, new_scale, table, thresholds, order,
+    grad, param, out, rates, key, active, codes, scale, new_codes, new_scale, table, thresholds, order,
     codes2, scale2, new_codes2, new_scale2, table2, thresholds2, order2,
-    n, first, b1, rest1, b2, rest2, eps, decay, least, tiny,
+    n, pieces, first, b1, rest1, b2, rest2, eps, decay, least, tiny,
     BITS: tl.constexpr, BLOCK: tl.constexpr, TOP: tl.constexpr, BITS2: tl.constexpr, BLOCK2: tl.constexpr,
     TOP2: tl.constexpr, RULE: tl.constexpr, APPLY: tl.constexpr, GRID: tl.constexpr, OUT: tl.constexpr,
-    LONG: tl.constexpr, DRAWN: tl.constexpr, SIZE: tl.constexpr,
+    LONG: tl.constexpr, DRAWN: tl.constexpr, MANY: tl.constexpr, GATED: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     """Update SIZE elements, whole blocks of both moments."""
-    start = tl.program_id(0).to(tl.int64) * SIZE if LONG else tl.program_id(0) * SIZE
-    at = start + tl.arange(0, SIZE)
+    unit = tl.program_id(0).to(tl.int64) if LONG else tl.program_id(0)
+    number = unit // pieces if MANY else 0
+    if MANY:
+        unit = unit % pieces
+        grad, param, out, rates = grad + number * n, param + number * n, out + number * n, rates + number * 3
+        codes, new_codes = codes + number * _bytes(n, BITS), new_codes + number * _bytes(n, BITS)
+        scale, new_scale = scale + number * tl.cdiv(n, BLOCK), new_scale + number * tl.cdiv(n, BLOCK)
+        if RULE == ADAMW or RULE == ADAM:
+            codes2, new_codes2 = codes2 + number * _bytes(n, BITS2), new_codes2 + number * _bytes(n, BITS2)
+            scale2, new_scale2 = scale2 + number * tl.cdiv(n, BLOCK2), new_scale2 + number * tl.cdiv(n, BLOCK2)
+    at = unit * SIZE + tl.arange(0, SIZE)
     g = widen(tl.load(grad + at, mask=at < n, other=0))
     p = widen(tl.load(param + at, mask=at < n, other=0))
     m = _decoded(codes, scale, table, at, n, BITS, BLOCK)
+    old = m
     if RULE != ADAMW and RULE != LION:
         g = g + decay * p
     if RULE == ADAMW or RULE == ADAM:
         v = _decoded(codes2, scale2, table2, at, n, BITS2, BLOCK2)
+        old2 = v
         m = b1 * m + rest1 * g
         v = b2 * v + rest2 * (g * g)
         if BITS == 32:
@@ -207,6 +235,8 @@ def _update(
         if RULE == ADAMW:
             change = change + decay * p
         if BITS2 == 32:
+            if GATED:
+                v = tl.where(tl.load(active + number) != 0, v, old2)
             tl.store(new_codes2 + at, v, mask=at < n)
         else:
             _encode(v, new_codes2, new_scale2, thresholds2, order2, at, n, least, tiny, BITS2, BLOCK2, TOP2, GRID, SIZE)
@@ -228,8 +258,11 @@ def _update(
     change = tl.load(rates) * change
     if APPLY:
         change = p + change
+    if GATED:
+        change = tl.where(tl.load(active + number) != 0, change, p if APPLY else 0.0)
+        m = tl.where(tl.load(active + number) != 0, m, old)
     if DRAWN:
-        word = low_word(tl.load(key), at.to(tl.int64) + first)
+        word = low_word(tl.load(key + number), at.to(tl.int64) + first)
         tl.store(out + at, _drawn(change, word, OUT), mask=at < n)
     else:
         tl.store(out + at, narrow(change, OUT), mask=at < n)

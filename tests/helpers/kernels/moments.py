@@ -6,6 +6,7 @@ import torch
 
 from fquant import random
 from fquant.format import DYNAMIC8, MOMENT4, MOMENT4_UNSIGNED, MOMENT8, MOMENT8_UNSIGNED, MOMENT_FP8
+from fquant.kernels import reference
 from fquant.kernels.reference.moments import FLOAT32
 from fquant.kernels.spec import Spec, layout
 from tests.helpers.arrays import randn
@@ -51,5 +52,21 @@ def steps(rule, formats, shape, dtype, rounding, apply, count=3, key=None):
         rest = (0.9, 0.99, 1e-8, 0.01, rule == "adam") if two else (rule, 0.9, 0.99, 0.01)
         drawn, first = (None, 0) if key is None else (random.fold(random.key(key), t), 2**32 - 100)
         name = "adam_update" if two else "momentum_update"
-        result = yield name, (grad, param, *state, rates, *texts, rounding, *rest, apply, drawn, first)
+        result = yield name, (grad, param, *state, rates, *texts, rounding, *rest, apply, drawn, first, None)
         state = result[1:]
+
+
+def many(rule, formats, shape, dtype, apply, key=None, active=(True, False, True)):
+    """Return the name and the arguments of an op of many updates, each a step later, and the arguments of each alone.
+
+    ``active`` says which change; None leaves it out, for three.
+    """
+    each = []
+    for i in range(3 if active is None else len(active)):
+        given = steps(rule, formats, shape, dtype, "nearest", apply, count=i + 2, key=key)
+        name, args = next(given)
+        for _ in range(i + 1):
+            name, args = given.send(getattr(reference, name)(*args))
+        each.append([*args[:-1], None if active is None else torch.tensor(active[i])])
+    stacked = [torch.stack(some) if isinstance(some[0], torch.Tensor) else some[0] for some in zip(*each, strict=True)]
+    return name, stacked, each

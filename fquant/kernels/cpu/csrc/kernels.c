@@ -91,6 +91,15 @@ INLINE int64_t bytes_of(const Packed *w) {
     return w->vectors ? (w->width + w->dim - 1) / w->dim * w->stages : (w->width * w->bits + 7) / 8;
 }
 INLINE int64_t pieces_of(int64_t width) { return (width + PIECE - 1) / PIECE; }
+/* How many pieces an update is. If its gradient is transposed, they are high x wide parts of its matrices, `beside` of
+   them beside each other. */
+typedef struct { int64_t each, high, wide, beside; } Pieces;
+INLINE Pieces pieces_in(const Update *u) {
+    if (!u->rows) return (Pieces){.each = pieces_of(u->n)};
+    int64_t wide = MIN(u->columns, PIECE / MIN(u->rows, 16)), high = MIN(u->rows, PIECE / wide); /* lines of 16 floats */
+    int64_t beside = (u->columns + wide - 1) / wide, below = (u->rows + high - 1) / high;
+    return (Pieces){beside * below * (u->n / (u->rows * u->columns)), high, wide, beside};
+}
 INLINE int64_t slabs_of(int64_t words) { return (words + SLAB - 1) / SLAB; }
 INLINE int64_t padded_to(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 /* True if rows of n elements consist of whole words. */
@@ -375,11 +384,11 @@ EXPORT int64_t fquant_pointwise(int isa, int threads, const Pointwise *program, 
     return run(available[isa].kernels.pointwise, &work, units, (size_t)work.registers * TILE * 4, NULL, threads);
 }
 
-/* A step of an optimiser on one parameter. */
+/* Steps of an optimiser on one parameter, or on many of one shape. */
 EXPORT int64_t fquant_update(int isa, int threads, const Update *u) {
     Update work = *u;
-    threads = (int)MIN((int64_t)threads, work.n / ALONE + 1);
-    return run(available[isa].kernels.update, &work, pieces_of(work.n), 0, NULL, threads);
+    threads = (int)MIN((int64_t)threads, work.count * work.n / ALONE + 1);
+    return run(available[isa].kernels.update, &work, work.count * pieces_in(&work).each, 0, NULL, threads);
 }
 
 #include "panels.h"

@@ -1,6 +1,9 @@
-/* Steps of optimisers, equal to reference/moments.py. A unit is a PIECE of the flattened parameter. Chunks of the larger
+/* Steps of optimisers, equal to reference/moments.py. A unit is a PIECE of a flattened parameter. Chunks of the larger
    block of packed moments are decoded, updated, and encoded in a loop of its own, because a scale depends on the whole
-   block. In between they stay in the nearest cache. Moments that are floats are read and written by the update. */
+   block. In between they stay in the nearest cache. Moments that are floats are read and written by the update.
+
+   Gradients of low-rank products come as transposes of matrices. A unit is then a part of one, which is turned in the
+   nearest cache. */
 
 #ifdef LANES_BF16
 enum { NAME(GATHERS) = 0 }; /* entries64 is faster */
@@ -208,7 +211,9 @@ INLINE float NAME(highest)(Ints v) {
     return float_of((uint32_t)top);
 }
 
-INLINE void NAME(step)(const Update *u, int64_t start, int64_t stop, const int rule, const int apply, const int dense) {
+/* Update elements [start, stop), whose gradients as floats are `turned` if that is not NULL. */
+INLINE void NAME(step)(const Update *u, const float *turned, int64_t start, int64_t stop, const int rule,
+                       const int apply, const int dense) {
     float x[2][PIECE + 64] __attribute__((aligned(64)));
     float grads[PIECE + 64] __attribute__((aligned(64))), params[PIECE + 64] __attribute__((aligned(64)));
     const int moments = rule <= ADAM ? 2 : 1, to = apply ? u->param_dtype : F32;
@@ -221,7 +226,8 @@ INLINE void NAME(step)(const Update *u, int64_t start, int64_t stop, const int r
         const char *next_g = (const char *)u->grad + (at + AHEAD_OF) * size_of(u->grad_dtype);
         const char *next_p = (const char *)u->param + (at + AHEAD_OF) * size_of(u->param_dtype);
         for (int64_t i = 0; i < n * 4; i += 64) __builtin_prefetch(next_g + i), __builtin_prefetch(next_p + i);
-        if (!fills || u->grad_dtype != F32) {
+        if (turned) c.g = turned + at - start;
+        else if (!fills || u->grad_dtype != F32) {
             NAME(floats)(u->grad, u->grad_dtype, at, n, grads), memset(grads + n, 0, LANES * 4);
             c.g = grads;
         }
@@ -261,17 +267,95 @@ INLINE void NAME(step)(const Update *u, int64_t start, int64_t stop, const int r
     }
 }
 
-UNIT(update) {
-    const Update *u = work;
-    int64_t start = unit * PIECE, stop = MIN(u->n, start + PIECE);
+static void NAME(by_rule)(const Update *u, const float *turned, int64_t start, int64_t stop) {
     const int dense = u->moments[0].bits == 32;
-#define RULE(R)                                                           \
-    case R:                                                               \
-        if (dense && u->apply) NAME(step)(u, start, stop, R, 1, 1);       \
-        else if (dense) NAME(step)(u, start, stop, R, 0, 1);              \
-        else if (u->apply) NAME(step)(u, start, stop, R, 1, 0);           \
-        else NAME(step)(u, start, stop, R, 0, 0);                         \
+#define RULE(R)                                                                 \
+    case R:                                                                     \
+        if (dense && u->apply) NAME(step)(u, turned, start, stop, R, 1, 1);     \
+        else if (dense) NAME(step)(u, turned, start, stop, R, 0, 1);            \
+        else if (u->apply) NAME(step)(u, turned, start, stop, R, 1, 0);         \
+        else NAME(step)(u, turned, start, stop, R, 0, 0);                       \
         break;
     switch (u->rule) { RULE(ADAMW) RULE(ADAM) RULE(LION) RULE(SGD) RULE(NESTEROV) RULE(MEAN) RULE(NESTEROV_MEAN) }
 #undef RULE
+}
+
+static void NAME(copied)(void *to, const void *from, int64_t start, int64_t stop) {
+    if (to != from) memcpy((char *)to + start, (const char *)from + start, (size_t)(stop - start));
+}
+
+/* Leave elements [start, stop) as they are. */
+static void NAME(kept)(const Update *u, int64_t start, int64_t stop) {
+    const int64_t size = size_of(u->param_dtype);
+    if (u->apply) NAME(copied)(u->out, u->param, start * size, stop * size);
+    else memset((float *)u->out + start, 0, (size_t)(stop - start) * 4);
+    for (int k = 0; k < (u->rule <= ADAM ? 2 : 1); k++) {
+        const Moment *m = u->moments + k;
+        const State *s = u->states + k;
+        NAME(copied)(s->new_codes, s->codes, start * m->bits / 8, (stop * m->bits + 7) / 8);
+        if (m->bits < 32)
+            NAME(copied)(s->new_scale, s->scale, start / m->block * 4, (stop + m->block - 1) / m->block * 4);
+    }
+}
+
+/* Update number i of all. */
+INLINE Update NAME(numbered)(const Update *all, int64_t i) {
+    Update u = *all;
+    u.grad = (const char *)u.grad + i * u.n * size_of(u.grad_dtype);
+    u.param = (const char *)u.param + i * u.n * size_of(u.param_dtype);
+    u.out = (char *)u.out + i * u.n * (u.apply ? size_of(u.param_dtype) : 4);
+    u.rates += 3 * i;
+    if (u.key) u.key += i;
+    for (int k = 0; k < (u.rule <= ADAM ? 2 : 1); k++) {
+        const Moment *m = u.moments + k;
+        State *s = u.states + k;
+        int64_t bytes = i * ((u.n * m->bits + 7) / 8);
+        int64_t scales = m->bits < 32 ? i * ((u.n + m->block - 1) / m->block) : 0;
+        s->codes += bytes, s->new_codes += bytes, s->scale += scales, s->new_scale += scales;
+    }
+    return u;
+}
+
+/* Read gradients [high, wide] as floats, from row `i` and column `k` on of a matrix whose transpose begins at `first`. */
+static void NAME(turned)(const Update *u, int64_t first, int64_t i, int64_t k, int64_t high, int64_t wide,
+                         float *restrict to) {
+    float column[PIECE];
+    const int64_t apart = u->rows, at = first + k * apart + i;
+    const int vectors = u->grad_dtype == F32 && high >= LANES && wide >= LANES;
+    const int64_t tall = vectors ? high / LANES * LANES : 0, broad = vectors ? wide / LANES * LANES : 0;
+    const uint32_t *words = (const uint32_t *)u->grad + at;
+    for (int64_t c = 0; c < broad; c += LANES)
+        for (int64_t r = 0; r < tall; r += LANES)
+            NAME(turn)(words + c * apart + r, apart, LANES, (uint32_t *)to + r * wide + c, wide);
+    for (int64_t c = 0; c < wide; c++) {
+        int64_t rest = c < broad ? tall : 0;
+        if (rest < high) NAME(floats)(u->grad, u->grad_dtype, at + c * apart + rest, high - rest, column);
+        for (int64_t r = rest; r < high; r++) to[r * wide + c] = column[r - rest];
+    }
+    memset(to + high * wide, 0, LANES * 4);
+}
+
+UNIT(update) {
+    const Pieces p = pieces_in(work);
+    const int64_t number = unit / p.each;
+    const Update *all = work, one = NAME(numbered)(all, number), *u = &one;
+    const int is_active = !all->active || all->active[number];
+    unit %= p.each;
+    if (!u->rows) {
+        int64_t start = unit * PIECE, stop = MIN(u->n, start + PIECE);
+        if (is_active) NAME(by_rule)(u, NULL, start, stop);
+        else NAME(kept)(u, start, stop);
+        return;
+    }
+    float grads[PIECE + 64] __attribute__((aligned(64)));
+    const int64_t below = (u->rows + p.high - 1) / p.high, first = unit / (below * p.beside) * u->rows * u->columns;
+    const int64_t i = unit / p.beside % below * p.high, k = unit % p.beside * p.wide;
+    const int64_t high = MIN(p.high, u->rows - i), wide = MIN(p.wide, u->columns - k);
+    if (is_active) NAME(turned)(u, first, i, k, high, wide, grads);
+    const int64_t whole = wide == u->columns, runs = whole ? 1 : high, n = whole ? high * wide : wide;
+    for (int64_t r = 0; r < runs; r++) {
+        int64_t start = first + (i + r) * u->columns + k;
+        if (is_active) NAME(by_rule)(u, grads + r * wide, start, start + n);
+        else NAME(kept)(u, start, start + n);
+    }
 }

@@ -171,15 +171,17 @@ typedef struct {
 } Moment;
 /* Of 32 bits codes are floats, and there are no scales. */
 typedef struct { const uint8_t *codes; const float *scale; uint8_t *new_codes; float *new_scale; } State;
-typedef struct { /* of n elements: update f32[n], or if `apply` the new parameter */
+typedef struct { /* `count` updates of n elements each: changes f32[n], or if `apply` the new parameter */
     const void *grad, *param;
     void *out;
-    const float *rates; /* minus the learning rate, and for ADAMW and ADAM 1 / debias1 and 1 / sqrt(debias2), or both
-                           debiases if moments are floats */
-    const uint64_t *key; /* of stochastic rounding to 16 bits; or NULL */
+    const float *rates; /* [count, 3]: minus the learning rate, and for ADAMW and ADAM 1 / debias1 and
+                           1 / sqrt(debias2), or both debiases if moments are floats */
+    const uint64_t *key;   /* [count], of stochastic rounding to 16 bits; or NULL */
+    const uint8_t *active; /* [count], 0 where all stays as it is; or NULL */
     Moment moments[2];
     State states[2];
-    int64_t n, chunk, first; /* chunk: the larger block; first: the number of the first random word */
+    int64_t count, n, chunk, first; /* chunk: the larger block; first: the number of the first random word */
+    int64_t rows, columns; /* of matrices, if the gradient is that of their transposes, and moments are floats; else 0 */
     float b1, rest1, b2, rest2, eps, decay; /* rest: 1 - b */
     int32_t rule, grad_dtype, param_dtype, apply;
 } Update;

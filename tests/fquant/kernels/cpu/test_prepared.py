@@ -10,6 +10,7 @@ from fquant.kernels.dispatch import VARIABLE
 from fquant.kernels.ops import pointwise
 from fquant.packed import buffers
 from tests.helpers.arrays import randn, same_bits
+from tests.helpers.kernels.moments import FORMATS, many
 
 PROGRAM = "mul.bfloat16 0 1; to.float32 2; new 3; over 2"
 
@@ -27,6 +28,17 @@ def cached(dtype, heads=4, sinks=False):
     return made
 
 
+def update(rule, formats, dtype, turned=False, key=None):
+    """Return a function that makes the arguments of one update, or of some whose gradients are transposed."""
+
+    def made(i):
+        active = (i != 1, True, i != 2, i == 3)
+        name, args, each = many(rule, FORMATS[formats], (17, 130), dtype, True, key, active)
+        return tuple([args[0].mT.contiguous().mT, *args[1:]] if turned else each[i])
+
+    return made
+
+
 ROW = quantize(randn(48, 128, seed=2), NF4_DQ)
 STACK = tree.map(lambda *w: torch.stack(w), *(quantize(randn(48, 128, seed=i), NF4_DQ) for i in range(2)))
 PREPARED = {
@@ -39,6 +51,9 @@ PREPARED = {
     "in order": ("ordered_matmul", lambda i: (randn(40, 70, seed=i), randn(70, 9, seed=i + 1))),
     "batch in order": ("ordered_matmul", lambda i: (randn(3, 20, 300, seed=i).mT, randn(3, 20, 9, seed=i + 1))),
     "dense": ("dense_matmul", lambda i: (randn(2, 64, seed=i), randn(9, 64, seed=i + 1))),
+    "update": ("adam_update", update("adam", "8", torch.bfloat16, key=3)),
+    "update in float32": ("momentum_update", update("lion", "f32", torch.float32)),
+    "updates": ("adam_update", update("adamw", "f32", torch.float32, turned=True)),
 }
 USUAL = {
     "norm, other dtype": ("rms_norm", lambda i: (randn(5, 24, seed=i), randn(24, seed=i).half(), 1e-5)),
@@ -46,6 +61,7 @@ USUAL = {
     "in order, float64": ("ordered_matmul", lambda i: (randn(4, 7, seed=i).double(), randn(7, 9, seed=i).double())),
     "odd width": ("dense_matmul", lambda i: (randn(2, 48, seed=i), randn(9, 48, seed=i + 1))),
     "float64": ("matmul", product(ROW, 3, 128, torch.float64)),
+    "updates of codes, turned": ("adam_update", update("adamw", "4", torch.float32, turned=True)),
     "a stack": ("matmul", lambda i: (randn(2, 3, 128, seed=i), buffers(STACK), "nf4_dq", (48, 128), STACK.dtype)),
 }
 
@@ -57,7 +73,8 @@ def test_bits(monkeypatch, name, make):
     def call_with(args):
         made = packet.default(*args)
         made = [made] if isinstance(made, torch.Tensor) else list(made)
-        return made, {f"out{i}": torch.full_like(t, float("nan")).contiguous() for i, t in enumerate(made)}
+        odd = lambda t: torch.full_like(t, float("nan") if t.is_floating_point() else 77).contiguous()
+        return made, {f"out{i}": odd(t) for i, t in enumerate(made)}
 
     call = dispatch.direct(packet.out, (make(1), call_with(make(1))[1]))
     assert call is not None

@@ -13,7 +13,7 @@ from fquant.kernels import moment_codes, reference
 from fquant.kernels.ops import moments
 from tests.helpers.arrays import named, randn
 from tests.helpers.formats import ISAS, alike, built, forced
-from tests.helpers.kernels.moments import FORMATS, RULES, SHAPES, steps, zeros
+from tests.helpers.kernels.moments import FORMATS, RULES, SHAPES, many, steps, zeros
 
 
 def run(rule, formats, shape, dtype, rounding, apply, compare, key=None):
@@ -65,7 +65,7 @@ def test_c_changes_codes_where_the_reference_does(format, isa):
     state = zeros(format, tuple(x.shape))
     with forced(isa):  # a mean that keeps nothing of the old one is the gradient
         _, got, scale = moments.momentum_update(
-            x, x, *state, torch.ones(3), format.text, "nearest", "mean", 0.0, 0.0, 0.0, False, None, 0
+            x, x, *state, torch.ones(3), format.text, "nearest", "mean", 0.0, 0.0, 0.0, False, None, 0, None
         )
     wanted, _ = reference.encode_moment(x, format, "nearest")
     assert torch.equal(got, wanted) and scale.eq(1.0).all()
@@ -86,9 +86,10 @@ def test_it_takes_any_memory_and_writes_over_its_arguments(device):
         assert all(map(torch.equal, over, want))
 
 
+@pytest.mark.parametrize("formats", ["8", "4", "f32"])
 @pytest.mark.parametrize("rule", ["adamw", "lion"])
-def test_it_is_the_same_traced_and_under_vmap(rule):
-    given = steps(rule, FORMATS["8"], (5, 70), torch.float32, "nearest", False, count=2)
+def test_it_is_the_same_traced_and_under_vmap(rule, formats):
+    given = steps(rule, FORMATS[formats], (5, 69), torch.float32, "nearest", False, count=2)
     name, args = next(given)
     _, args = given.send(getattr(moments, name)(*args))
     tensors = [t for t in args if isinstance(t, torch.Tensor)]
@@ -97,10 +98,62 @@ def test_it_is_the_same_traced_and_under_vmap(rule):
     traced = make_fx(call, tracing_mode="fake")(*tensors)
     assert sum("_update" in str(node.target) for node in traced.graph.nodes) == 1
     assert all(map(torch.equal, traced(*tensors), want))
-    twice = vmap(call, in_dims=(0, *[None] * (len(tensors) - 1)))(
-        torch.stack([2 * tensors[0], tensors[0]]), *tensors[1:]
-    )
-    assert all(torch.equal(a[1], b) for a, b in zip(twice, want, strict=True))
+    grads = torch.stack([2 * tensors[0], tensors[0]], -1)
+    mapped = vmap(call, in_dims=(-1, *[None] * (len(tensors) - 1)))
+    assert all(torch.equal(a[1], b) for a, b in zip(mapped(grads, *tensors[1:]), want, strict=True))
+    nested = vmap(mapped, in_dims=(0, *[None] * (len(tensors) - 1)))
+    traced = make_fx(nested)(torch.stack([grads, -grads]), *tensors[1:])
+    assert sum("_update" in str(node.target) for node in traced.graph.nodes) == 1
+    twice = nested(torch.stack([grads, -grads]), *tensors[1:])
+    assert all(torch.equal(a[0, 1], b) for a, b in zip(twice, want, strict=True))
+    assert all(map(torch.equal, [t[1, 0] for t in twice], call(-2 * tensors[0], *tensors[1:])))
+
+
+@built
+@pytest.mark.parametrize("isa", ISAS)
+@named("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(17, 301), (4224,)], ids=str)
+@pytest.mark.parametrize("formats", ["f32", "8", "4", "blocks"])
+@pytest.mark.parametrize("rule", ["adamw", "adam", "lion", "sgd"])
+def test_many_updates_in_one_op_are_those_of_each(rule, formats, shape, dtype, isa):
+    """The op and the reference, beside the reference of each; what is not active stays as it was."""
+    for apply, key, active in ((True, None, (True, False, True)), (True, 3, None), (False, None, (False, True))):
+        name, args, each = many(rule, FORMATS[formats], shape, dtype, apply, key, active)
+        want = [torch.stack(some) for some in zip(*(getattr(reference, name)(*one) for one in each), strict=True)]
+        with forced(isa):
+            for got in (getattr(moments, name)(*args), getattr(reference, name)(*args)):
+                assert all(map(alike, got, want))
+        for i in [i for i, is_active in enumerate(active or ()) if not is_active]:
+            old = [each[i][1] if apply else torch.zeros(shape), *each[i][2 : 4 + 2 * (name == "adam_update")]]
+            assert all(map(torch.equal, [t[i] for t in want], old))
+
+
+TRANSPOSED = [(64, 300), (300, 64), (4, 1500), (1500, 4), (33, 70), (2, 17, 130), (1, 40), (16, 256), (2, 2)]
+
+
+@built
+@pytest.mark.parametrize("isa", ISAS)
+@named("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", TRANSPOSED, ids=str)
+@pytest.mark.parametrize("rule", ["adamw", "lion"])
+def test_gradients_that_are_transposed(rule, shape, dtype, isa):
+    """Products give the gradients of low-rank adapters so; they are read there, and results are contiguous."""
+    turned = lambda t: t.mT.contiguous().mT
+    for active in (None, (True, False)):
+        name, args, each = many(rule, FORMATS["f32"], shape, dtype, True, None, active)
+        for some in (args, *each):
+            want = getattr(reference, name)(*some)
+            with forced(isa):
+                got = getattr(moments, name)(turned(some[0]), *some[1:])
+            assert all(map(alike, got, want)) and all(t.is_contiguous() for t in got)
+
+
+def test_many_updates_write_over_their_arguments():
+    name, args, _ = many("adamw", FORMATS["4"], (40, 31), torch.float32, True)
+    want = moments.adam_update(*args)
+    over = args[1:6]
+    getattr(torch.ops.fquant, name).out(*args, **{f"out{i}": t for i, t in enumerate(over)})
+    assert all(map(torch.equal, over, want))
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
@@ -116,12 +169,15 @@ def test_what_is_not_finite_stays_visible_in_its_block_and_nowhere_else(bad, bac
 
 
 def call(
-    grad=None, param=None, state=None, format=MOMENT8, rounding="nearest", rule="sgd", rates=None, key=None, start=0
+    grad=None, param=None, state=None, format=MOMENT8, rounding="nearest", rule="sgd", rates=None, key=None, start=0,
+    active=None,
 ):  # fmt: skip
     param = torch.zeros(300) if param is None else param
     grad, state = param if grad is None else grad, zeros(MOMENT8, (300,)) if state is None else state
     rates, text = torch.zeros(3) if rates is None else rates, "float32" if format is None else format.text
-    return moments.momentum_update(grad, param, *state, rates, text, rounding, rule, 0.9, 0.0, 0.0, False, key, start)
+    return moments.momentum_update(
+        grad, param, *state, rates, text, rounding, rule, 0.9, 0.0, 0.0, False, key, start, active
+    )
 
 
 CODES, SCALE = zeros(MOMENT8, (300,))
@@ -142,13 +198,25 @@ BAD = {
     ),
     "key": (lambda: call(key=torch.zeros(2, dtype=torch.int64)), ValueError, "got key (2,)"),
     "words": (lambda: call(key=torch.zeros(())), TypeError, "got key torch.float32"),
+    "many rates": (lambda: call(rates=torch.zeros(2, 3)), ValueError, "got rates (2, 3) and param (300,); wanted"),
+    "many keys": (
+        lambda: call(
+            param=torch.zeros(2, 300), state=[torch.stack([t, t]) for t in (CODES, SCALE)], rates=torch.zeros(2, 3),
+            key=torch.zeros((), dtype=torch.int64),
+        ), ValueError, "got key () and param (2, 300); wanted key (2,)",
+    ),
+    "one state": (
+        lambda: call(param=torch.zeros(2, 300), state=(CODES, SCALE), rates=torch.zeros(2, 3)),
+        ValueError, "got codes (300,) and param (2, 300); wanted codes (2, 300)",
+    ),
+    "active": (lambda: call(active=torch.ones(())), TypeError, "got active torch.float32"),
     "start": (lambda: call(start=-1), ValueError, "got the start -1; wanted at least 0"),
     "values": (lambda: call(format=None, state=(torch.zeros(9), torch.zeros(0))), ValueError, "got moment (9,)"),
     "scales of values": (lambda: call(format=None, state=(torch.zeros(300), SCALE)), ValueError, "got scale (2,)"),
     "two forms": (
         lambda: moments.adam_update(
             torch.zeros(300), torch.zeros(300), CODES, SCALE, torch.zeros(300), torch.zeros(0), torch.zeros(3),
-            MOMENT8.text, "float32", "nearest", 0.9, 0.99, 1e-8, 0.0, False, True, None, 0,
+            MOMENT8.text, "float32", "nearest", 0.9, 0.99, 1e-8, 0.0, False, True, None, 0, None,
         ), ValueError, "adam_update got one moment in float32 and one packed; wanted both in one form",
     ),
     "gradient": (lambda: call(grad=torch.zeros(300, requires_grad=True)), TypeError, "keep the moments in float32"),

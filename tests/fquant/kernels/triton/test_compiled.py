@@ -20,7 +20,7 @@ from tests.helpers.kernels.ahead_of_time import (
     longest_loop,
     uses,
 )
-from tests.helpers.kernels.moments import FORMATS, steps
+from tests.helpers.kernels.moments import FORMATS, many, steps
 
 if find_spec("triton") is None:
     pytest.skip("triton is not installed; pip install triton", allow_module_level=True)
@@ -79,7 +79,10 @@ def test_steps_of_optimisers(target):
         for formats, rule, dtype, key in STEPS:
             name, args = next(steps(rule, FORMATS[formats], (40, 300), dtype, "nearest", True, key=key))
             getattr(triton, name)(*(t.to("meta") if isinstance(t, torch.Tensor) else t for t in args))
-    assert [report.name for report in reports] == ["_update"] * len(STEPS)
+        for formats in ("f32", "4"):
+            name, args, _ = many("adamw", FORMATS[formats], (40, 300), torch.float32, True)
+            getattr(triton, name)(*(t.to("meta") if isinstance(t, torch.Tensor) else t for t in args))
+    assert [report.name for report in reports] == ["_update"] * (len(STEPS) + 2)
     for report in reports:
         assert_exact(report)
 

@@ -10,7 +10,7 @@ from fquant.kernels.ops import moments
 from tests.helpers.arrays import named
 from tests.helpers.formats import alike
 from tests.helpers.kernels.interpreter import interpreted, interpreter  # noqa: F401
-from tests.helpers.kernels.moments import FORMATS, RULES, steps
+from tests.helpers.kernels.moments import FORMATS, RULES, many, steps
 
 if find_spec("triton") is None:
     pytest.skip("triton is not installed; pip install triton", allow_module_level=True)
@@ -39,3 +39,17 @@ def test_it_has_the_bits_of_the_reference(device, rule, formats, shape, dtype, a
                 name, args = given.send(want)
             except StopIteration:
                 break
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("formats", ["f32", "8", "4 and 8"])
+@pytest.mark.parametrize("rule", ["adamw", "lion"])
+@interpreted
+def test_many_updates_in_one_op(device, rule, formats):
+    """With and without a mask, with gradients that are transposed, and with parameters that are rounded by keys."""
+    for dtype, key, active in ((torch.float32, None, (True, False, True)), (torch.bfloat16, 3, None)):
+        name, args, _ = many(rule, FORMATS[formats], (33, 131), dtype, True, key, active)
+        there = [t.to(device) if isinstance(t, torch.Tensor) else t for t in args]
+        there[0] = there[0].mT.contiguous().mT
+        want = getattr(reference, name)(*args)
+        assert all(alike(a.cpu(), b) for a, b in zip(getattr(moments, name)(*there), want, strict=True))
