@@ -15,7 +15,7 @@ POLL = 0.01  # seconds between two looks
 class FinishedEvent:
     """An event that is set without waiting for any process; it is passed to processes when they are started."""
 
-    def __init__(self, method: str | None = None) -> None:
+    def __init__(self, method: str) -> None:
         self._byte = multiprocessing.get_context(method).RawValue("b", 0)
 
     def set(self) -> None:
