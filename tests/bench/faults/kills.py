@@ -6,9 +6,10 @@
     sigterm     SIGTERM to the launcher or to a rank: the run leaves with a checkpoint; so too
     freeze      SIGSTOP of a rank               the roll call finds it, and the launcher starts all ranks again
 
-A quarter of the faults hit a start at any moment, and the others come up to a second after a step that was saved. A
-freeze comes in steps alone: before ranks know each other there is no roll call. A checkpoint is written every step, so
-faults hit writes of checkpoints too. A run that ends before all faults have come is compared, and another begins.
+A quarter of the faults hit a start at any moment: of a launcher, or of its ranks after another fault. The others come
+up to a second after a step that was saved. A freeze comes in steps alone: before ranks know each other there is no
+roll call. A checkpoint is written every step, so faults hit writes of checkpoints too. A run that ends before all
+faults have come is compared, and another begins.
 
 The oracle is a run on one rank that is not disturbed: sums are ordered, so its adapter has the bits of any mesh.
 """
@@ -53,7 +54,7 @@ class Found:
 
 def measure(
     root: Path, count: int, seed: int, say: Say = print, kinds: Sequence[str] = KINDS,
-    meshes: Sequence[str] = MESHES, steps: int = 200,
+    meshes: Sequence[str] = MESHES, steps: int = 200, within: float = WITHIN,
 ) -> Found:  # fmt: skip
     """Let ``count`` faults hit runs in ``root``, which is a new folder; return what they did.
 
@@ -70,7 +71,7 @@ def measure(
         while todo:
             folder = root / f"run-{found.runs}"
             try:
-                _run(work, folder, todo, meant, draw, found, started, say)
+                _run(work, folder, todo, meant, draw, found, started, say, within)
             except Failed as error:
                 found.failures.append(f"{folder.name}: {error}")
             except KeyboardInterrupt:
@@ -86,54 +87,85 @@ def measure(
     return found
 
 
+@dataclass
+class _Life:
+    """A launcher with its ranks, from a start on."""
+
+    running: Running
+    ranks: dict[int, int]  # of the start before
+    base: int  # steps that were saved before
+    is_new: bool = True  # the launcher too, not its ranks alone
+    began: float = field(default_factory=time.monotonic)
+    hit: list[tuple[str, str]] = field(default_factory=list)  # the kind and the place of faults that led to it
+
+    def goes_on(self, folder: Path) -> bool:
+        """Return whether a step of this start is saved."""
+        return job.ranks(folder) != self.ranks and job.newest(folder) > self.base
+
+
 def _run(
     work: Job, folder: Path, todo: list[str], meshes: "itertools.cycle[str]", draw: random.Random, found: Found,
-    started: list[Running], say: Say,
+    started: list[Running], say: Say, within: float,
 ) -> None:  # fmt: skip
     """Take a run to its end, through the faults in ``todo`` that come in its time."""
-    running = job.start(work, folder, next(meshes))
-    started.append(running)
-    typical = 10.0  # seconds of a start
-    while todo:
-        kind, base, before = todo[-1], job.newest(folder), job.ranks(folder)
-        if kind != "freeze" and draw.random() < AT_START:
-            moment, where = draw.uniform(0, typical), "a start"
-            began = time.monotonic()
-            job.await_(running, lambda began=began, moment=moment: time.monotonic() - began > moment)
-        else:
-            where = "steps"
-            job.await_(running, lambda base=base: job.newest(folder) > base)
-            typical = time.monotonic() - running.began
-            time.sleep(draw.uniform(0, WITHIN))
-        if running.process.poll() is not None:
-            break
-        before, at = job.ranks(folder), time.monotonic()
-        if not (hit := _hit(kind, running, before, draw)):
-            break
-        todo.pop()
-        found.faults[kind] = found.faults.get(kind, 0) + 1
-        job.await_(running, lambda before=before: job.ranks(folder) != before)
-        _note(kind, hit, running, at, found)
-        code = running.process.poll()
-        if code is not None and code != 0:
-            if kind in NAMED:
-                raise Failed(f"a fault of kind {kind} ended the run with status {code}: {running.text()[-500:]}")
-            seconds = job.ended(running)
-            found.processes += seconds is None
-            if kind == "launcher" and seconds is not None:
-                found.gone.append(time.monotonic() - at)
-            running = job.start(work, folder, next(meshes), resume=draw.random() < 0.5)
-            started.append(running)
-            job.await_(running, lambda before=before: job.ranks(folder) != before)
-        base = job.newest(folder)
-        job.await_(running, lambda base=base: job.newest(folder) > base)
-        if running.process.poll():
-            raise Failed(f"after a fault of kind {kind}, in {where}: {running.text()[-500:]}")
+    started.append(job.start(work, folder, next(meshes)))
+    life, typical = _Life(started[-1], {}, 0), {True: 10.0, False: 2.0}  # seconds of a start, of a launcher or of ranks
+    while (code := life.running.process.poll()) != 0:
+        if code is not None:
+            life = _start_again(work, folder, next(meshes), draw, found, life)
+            started.append(life.running)
+        if todo and todo[-1] != "freeze" and draw.random() < AT_START:
+            moment = life.began + draw.uniform(0, typical[life.is_new])
+            job.await_(life.running, lambda moment=moment: time.monotonic() >= moment)
+        elif job.await_(life.running, lambda life=life: life.goes_on(folder)):
+            if life.hit:
+                typical[life.is_new] = time.monotonic() - life.began
+            _resume(life, folder, found, say)
+            if todo:
+                time.sleep(draw.uniform(0, within))
+            else:
+                job.await_(life.running, lambda: False)
+        if todo and (words := _hit(todo[-1], life.running, job.ranks(folder), draw)):
+            life = _fault(todo.pop(), words, folder, found, life)
+    _resume(life, folder, found, say)
+
+
+def _fault(kind: str, words: str, folder: Path, found: Found, life: _Life) -> _Life:
+    """Wait until the launcher or its ranks have ended; note when a rank was named; return what comes then."""
+    at, before = time.monotonic(), job.ranks(folder)
+    where = "steps" if life.goes_on(folder) else "a start"
+    found.faults[kind] = found.faults.get(kind, 0) + 1
+    said = lambda: kind in NAMED and job.seconds_to(life.running, words, at) is not None
+    job.await_(life.running, lambda: said() or job.ranks(folder) != before)
+    if kind in NAMED:
+        seconds = job.seconds_to(life.running, words, at)
+        found.unnamed += seconds is None
+        if seconds is not None:
+            found.named.setdefault(kind, []).append(seconds)
+    if kind == "launcher":
+        seconds = job.ended(life.running)
+        found.processes += seconds is None
+        if seconds is not None:
+            found.gone.append(time.monotonic() - at)
+    return _Life(life.running, before, job.newest(folder), is_new=False, hit=[*life.hit, (kind, where)])
+
+
+def _start_again(work: Job, folder: Path, mesh: str, draw: random.Random, found: Found, life: _Life) -> _Life:
+    """Go on with a run whose launcher has ended because of a fault."""
+    if not life.hit or life.hit[-1][0] in NAMED:
+        what = f"after {', '.join(f'{kind} in {where}' for kind, where in life.hit)}: " if life.hit else ""
+        raise Failed(f"{what}the run ended with status {life.running.process.poll()}: {life.running.text()[-500:]}")
+    found.processes += job.ended(life.running) is None
+    running = job.start(work, folder, mesh, resume=draw.random() < 0.5)
+    return _Life(running, job.ranks(folder), job.newest(folder), hit=life.hit)
+
+
+def _resume(life: _Life, folder: Path, found: Found, say: Say) -> None:
+    """Count the faults after which the run goes on."""
+    for kind, where in life.hit:
         found.resumed += 1
-        say(f"{sum(found.faults.values())}: {kind} in {where}, goes on from step {base}")
-    job.await_(running, lambda: False)
-    if running.process.returncode:
-        raise Failed(f"the run ended with status {running.process.returncode}: {running.text()[-500:]}")
+        say(f"{found.resumed}: {kind} in {where}, goes on from step {life.base} of {folder.name}")
+    life.hit.clear()
 
 
 def _hit(kind: str, running: Running, ranks: dict[int, int], draw: random.Random) -> str:
@@ -150,15 +182,6 @@ def _hit(kind: str, running: Running, ranks: dict[int, int], draw: random.Random
         return "stopped" if job.send(draw.choice([launcher, *alive]), SIGTERM) else ""
     there = [launcher] if kind == "launcher" else sorted(job.processes(launcher))
     return kind if any([job.send(pid, SIGKILL) for pid in there]) else ""
-
-
-def _note(kind: str, words: str, running: Running, at: float, found: Found) -> None:
-    """Note when the rank was named, if a rank was hit."""
-    if kind in NAMED:
-        seconds = job.seconds_to(running, words, at)
-        found.unnamed += seconds is None
-        if seconds is not None:
-            found.named.setdefault(kind, []).append(seconds)
 
 
 def _compare(folder: Path, whole: Path, steps: int, found: Found) -> None:
