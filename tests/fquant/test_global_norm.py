@@ -8,6 +8,7 @@ from torch.func import grad, jvp, vmap
 
 from fquant import jit, optim
 from fquant.global_norm import ROW, _far_in_few_kernels, root, sum_of_squares
+from tests.helpers.kernels.threads import num_threads
 
 
 def drawn(scale, seed=0):
@@ -35,11 +36,9 @@ def test_an_ordinary_norm_is_that_of_float32(exponent, dtype):
 def test_the_bits_do_not_depend_on_threads(scale, captured):
     leaves, found = drawn(scale), set()
     norm = jit(optim.global_norm) if captured else optim.global_norm
-    before = torch.get_num_threads()
     for threads in (1, 2, 3, 5):
-        torch.set_num_threads(threads)
-        found.add(float(norm(leaves)))
-    torch.set_num_threads(before)
+        with num_threads(threads):
+            found.add(float(norm(leaves)))
     assert len(found) == 1
 
 

@@ -150,12 +150,13 @@ def load() -> ctypes.CDLL:
     if not complete or [sizes(i) for i in range(len(wanted))] != wanted:
         raise ImportError(f"{path.name} was built from other sources; install fquant again")
     library.fquant_isa.restype, library.fquant_isa.argtypes = ctypes.c_char_p, [Int]
-    library.fquant_team.restype, library.fquant_team.argtypes = None, [Pointer]
+    library.fquant_team.restype, library.fquant_team.argtypes = None, [Pointer, Pointer]
     for name, rest in functions.items():
         function = getattr(library, f"fquant_{name}")
         function.restype, function.argtypes = Long, [Int, Int, *rest]
     library.fquant_large_pages.restype, library.fquant_large_pages.argtypes = None, [Pointer, ctypes.c_size_t]
-    library.fquant_team(ctypes.cast(openmp("GOMP_parallel"), Pointer))
+    runtime = (openmp(name) for name in ("GOMP_parallel", "omp_pause_resource_all"))
+    library.fquant_team(*(ctypes.cast(function, Pointer) for function in runtime))
     return library
 
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from examples.common import checkpoints
 from tests.bench.step_sides import Shape, Take, ours
 from tests.helpers import ranks
+from tests.helpers.kernels.threads import num_threads
 
 PLAIN, ORDERED, SAVED = "plain", "ordered sums", "a checkpoint every step"
 PATIENCE = 1800.0
@@ -40,7 +41,13 @@ def _times(
     root: str, shape: Shape, dtype: torch.dtype, axes: dict[str, int], block: int, turns: int
 ) -> dict[str, list[float]]:
     """Return the seconds of a step in each turn, by contestant, on a rank; one process has two threads."""
-    torch.set_num_threads(1 if dist.get_world_size() > 1 else 2)
+    with num_threads(1 if dist.get_world_size() > 1 else 2):
+        return _take_turns(root, shape, dtype, axes, block, turns)
+
+
+def _take_turns(
+    root: str, shape: Shape, dtype: torch.dtype, axes: dict[str, int], block: int, turns: int
+) -> dict[str, list[float]]:
     plain, ordered, done = ours(shape, dtype=dtype, **axes), ours(shape, ordered=True, dtype=dtype, **axes), 0
 
     def with_checkpoints(steps: int) -> float:

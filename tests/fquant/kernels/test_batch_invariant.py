@@ -7,6 +7,7 @@ from torch.func import grad, grad_and_value, jvp, vjp, vmap
 from fquant import INT8_ROW, NF4, NF4_DQ, batch_invariant, grouped_linear, jit, linear, lora, quantize, tree
 from tests.helpers.arrays import randn
 from tests.helpers.kernels.calls import nodes
+from tests.helpers.kernels.threads import num_threads
 
 CUTS = [(0, 1), (0, 2), (1, 4), (2, 7)]  # of seven rows
 
@@ -35,9 +36,7 @@ def of_rows(adapters, base, rows):
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_row_has_the_same_bits_beside_any_others(dtype, kind, dim, tokens, threads, monkeypatch):
     """Gradients and values; with torch's own products many of these differ on AMX."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
+    with num_threads(threads):
         adapters, base = weights(dim, dtype, kind)
         rows = randn(7, tokens, dim, seed=2).to(dtype)
         whole = of_rows(adapters, base, rows)
@@ -48,8 +47,6 @@ def test_a_row_has_the_same_bits_beside_any_others(dtype, kind, dim, tokens, thr
             )
         captured = jit(of_rows)(adapters, base, rows)
         assert all(map(torch.equal, tree.leaves(whole), tree.leaves(captured)))
-    finally:
-        torch.set_num_threads(before)
 
 
 def test_derivatives_are_right():
@@ -147,9 +144,8 @@ REDUCTIONS = {
 @pytest.mark.parametrize("name", REDUCTIONS)
 def test_reductions(name, dtype):
     """torch divides the sum of all elements of a single row among its threads."""
-    before, f = torch.get_num_threads(), REDUCTIONS[name]
-    torch.set_num_threads(2)
-    try:
+    f = REDUCTIONS[name]
+    with num_threads(2):
         x = randn(3, 300, 300).to(dtype)
 
         def both(x):
@@ -160,8 +156,6 @@ def test_reductions(name, dtype):
             for part in parts:
                 assert torch.equal(whole[1 : 1 + len(part)], part)
         torch.testing.assert_close(both(x)[0], vmap(f)(x))
-    finally:
-        torch.set_num_threads(before)
 
 
 def test_others_are_left():

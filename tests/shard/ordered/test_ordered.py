@@ -14,6 +14,7 @@ from fquant import NF4_DQ, jit, lora, quantize, random, tree
 from models import decoder
 from models.config import Config
 from tests.helpers import ranks
+from tests.helpers.kernels.threads import num_threads
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
@@ -40,7 +41,6 @@ def weights():
 def total(axes, chunks, dtype, captured):
     """Return the ordered gradient and value on this rank."""
     mesh, rules = shard.mesh(**axes), shard.Rules()
-    torch.set_num_threads(1 if mesh.size() > 1 else 2)
     adapters, base = weights()
     base, adapters = shard.place((base, adapters), decoder.dims(CFG), rules, mesh, CFG)
     comm = shard.comm(mesh, rules, tokens=LENGTH * shard.max_local_rows(ROWS, mesh, rules), by_row=True)
@@ -54,7 +54,8 @@ def total(axes, chunks, dtype, captured):
 
         return shard.ordered.grad_and_value(loss, mesh, rules, ROWS, dtype)(adapters, chunks)
 
-    return (jit(f) if captured else f)(adapters, shard.local(base), mine)
+    with num_threads(1 if mesh.size() > 1 else 2):
+        return (jit(f) if captured else f)(adapters, shard.local(base), mine)
 
 
 @pytest.mark.parametrize(
@@ -87,7 +88,6 @@ WIDE = Config(vocab=640, dim=512, num_layers=1, num_heads=8, num_kv_heads=4, hea
 
 def wide(threads, dtype, sizes):
     """Return the ordered gradient of adapters of wide layers and a dense head, in chunks of ``sizes``."""
-    torch.set_num_threads(threads)
     mesh, rules = shard.mesh(fsdp=1), shard.Rules()
     dense = decoder.init(WIDE, random.key(0))
     base = tree.map_at("layers.*.(q|k|v|o|gate|up)", lambda t: quantize(t, NF4_DQ), dense)
@@ -100,7 +100,8 @@ def wide(threads, dtype, sizes):
         params = lora.attach(base, adapters)
         return decoder.loss(params, row[:-1], row[1:], WIDE, dtype=dtype, count=1.0)
 
-    return shard.ordered.grad_and_value(loss, mesh, rules, sum(sizes), dtype)(adapters, tokens.split(sizes))
+    with num_threads(threads):
+        return shard.ordered.grad_and_value(loss, mesh, rules, sum(sizes), dtype)(adapters, tokens.split(sizes))
 
 
 @pytest.mark.parametrize("threads", [1, 2])

@@ -8,11 +8,27 @@
 
 enum { PANEL = VECS * LANES };
 
-/* Round n floats, or a whole row of a panel without a call for each, and store them from y + at. */
+/* Round two vectors to bf16. The instruction for it takes a denormal number for zero and keeps bits of a NaN. */
+INLINE void NAME(store_bf16)(Lanes a, Lanes b, uint16_t *out) {
+#ifdef LANES_BF16
+    const int others = 0xa1; /* NaNs, quiet and signaling, and denormal numbers */
+    if (!(_mm512_fpclass_ps_mask((__m512)a, others) | _mm512_fpclass_ps_mask((__m512)b, others))) {
+        _mm512_storeu_si512(out, (__m512i)_mm512_cvtne2ps_pbh((__m512)b, (__m512)a));
+        return;
+    }
+#endif
+    NAME(halve)(NAME(to_bf16)(a), out);
+    NAME(halve)(NAME(to_bf16)(b), out + LANES);
+}
+
+/* Round n floats and store them from y + at: two vectors at a time, then one by one. */
 INLINE void NAME(store)(const float *sums, int64_t n, int dtype, void *y, int64_t at) {
-    if (dtype == BF16 && n == PANEL)
-        UNROLLED(v, VECS) NAME(halve)(NAME(to_bf16)(((const Lanes *)sums)[v]), (uint16_t *)y + at + v * LANES);
-    else NAME(halves)(sums, n, dtype, y, at);
+    Lanes pair[2];
+    for (; dtype == BF16 && n >= 2 * LANES; n -= 2 * LANES, sums += 2 * LANES, at += 2 * LANES) {
+        memcpy(pair, sums, sizeof pair);
+        NAME(store_bf16)(pair[0], pair[1], (uint16_t *)y + at);
+    }
+    NAME(halves)(sums, n, dtype, y, at);
 }
 
 /* sums [rows][vecs] += (= if fresh) a sliver of rows times a panel, for n words. The ints are constants. */
@@ -67,6 +83,22 @@ UNIT(pack) {
     }
 }
 
+/* What a dense weight is read for next: the slab behind this one, of the same rows or of the next group. Its lines are
+   asked for a few at a time, between slivers, and arrive while these are multiplied. */
+typedef struct { const uint8_t *from; int64_t apart, lines, all, next; } NAME(Ahead);
+
+INLINE NAME(Ahead) NAME(ahead_of)(const Gemm *p, int64_t row, int64_t slab, int64_t each) {
+    const int64_t size = size_of(p->dtype), last = slab + SLAB >= p->words, at = last ? 0 : (slab + SLAB) * each;
+    const int64_t next = last ? row + p->group : row, lines = (MIN(SLAB * each, p->inner - at) * size + 63) / 64;
+    const int64_t rows = MAX(MIN(p->group, p->w.rows - next), 0);
+    return (NAME(Ahead)){p->w.codes + (next * p->inner + at) * size, p->inner * size, lines, rows * lines, 0};
+}
+
+INLINE void NAME(fetch)(NAME(Ahead) *a, int64_t count) {
+    for (count = MIN(a->next + count, a->all); a->next < count; a->next++)
+        __builtin_prefetch(a->from + a->next / a->lines * a->apart + a->next % a->lines * 64, 0, 2);
+}
+
 /* Multiply `group` rows of the weight with all of x. */
 INLINE void NAME(by_rows)(const Gemm *p, int64_t unit, uint32_t *scratch, int half) {
     int64_t group = p->group, row = unit * group, rows = MIN(group, p->w.rows - row), each = half ? 2 : 1;
@@ -85,6 +117,9 @@ INLINE void NAME(by_rows)(const Gemm *p, int64_t unit, uint32_t *scratch, int ha
             NAME(factors)(&p->w, row + r, slab * each, n, p->dtype, half, scratch + r * APART);
         }
         const int64_t at_once = NAME(TILES) && half ? SLAB : STEPS;
+        NAME(Ahead) ahead = {0};
+        if (!p->w.bits && !in_place) ahead = NAME(ahead_of)(p, row, slab, each);
+        const int64_t share = ahead.all * SUMS / (((words + at_once - 1) / at_once) * p->m * group / LANES) + 1;
         for (int64_t k = 0; k < words; k += at_once)
             for (int64_t j = 0; j < panels; j++) {
                 int vecs = NAME(vecs)(p->m, j), width = vecs * LANES;
@@ -96,6 +131,7 @@ INLINE void NAME(by_rows)(const Gemm *p, int64_t unit, uint32_t *scratch, int ha
                 else for (int64_t r = 0; r < rows; r += most) {
                     const uint32_t *w = from + r * apart + k;
                     float *to = block + r * width;
+                    NAME(fetch)(&ahead, share);
 #define CASE(N)                                                                                                        \
     case N:                                                                                                            \
         if (N > VECS) break;                                                                                           \
@@ -117,7 +153,7 @@ INLINE void NAME(by_rows)(const Gemm *p, int64_t unit, uint32_t *scratch, int ha
         for (int64_t r = 0; r < rows; r += LANES)
             NAME(turn)(from + r * width, width, LANES, (uint32_t *)turned[0] + r, NAME(MOST_ROWS));
         for (int64_t i = 0; i < MIN(LANES, p->m - m); i++)
-            NAME(halves)(turned[i], rows, p->dtype, p->y, (m + i) * p->w.rows + row);
+            NAME(store)(turned[i], rows, p->dtype, p->y, (m + i) * p->w.rows + row);
     }
 }
 
@@ -141,6 +177,18 @@ INLINE void NAME(stripe)(const Gemm *p, int64_t row, int64_t k, int64_t column, 
         for (int64_t j = 0; j < STRIPE; j += PANEL) memcpy(out + j * depth + k * PANEL, codes + 4 * j, PANEL * 4);
         return;
     }
+#ifdef LANES_BF16
+    if (codes && width == STRIPE && half && row + 1 < p->w.rows) {
+        const __m512i first = _mm512_load_si512(BESIDE), last = _mm512_load_si512(BESIDE + 32);
+        for (int64_t j = 0; j < STRIPE; j += 32) {
+            __m512i a = _mm512_loadu_si512(codes + 2 * j), b = _mm512_loadu_si512(codes + 2 * (p->w.width + j));
+            __m512i *to = (__m512i *)(out + (j / PANEL * depth + k) * PANEL + j % PANEL);
+            _mm512_storeu_si512(to, _mm512_permutex2var_epi16(a, first, b));
+            _mm512_storeu_si512(to + 1, _mm512_permutex2var_epi16(a, last, b));
+        }
+        return;
+    }
+#endif
     if (half) {
         uint16_t first[STRIPE], second[STRIPE] = {0};
         NAME(factors)(&p->w, row, column, width, p->dtype, 1, first);
@@ -232,20 +280,24 @@ INLINE void NAME(by_columns)(const Gemm *p, int64_t unit, uint32_t *scratch, int
                         m * p->w.width + column + j * PANEL);
 }
 
-/* y [rows][..] with stride `next` = rows times a panel of floats, for n words. rows is a constant. */
-INLINE void NAME(micro_to)(const uint32_t *x, int64_t apart, const uint32_t *panel, int64_t n, int rows, float *y,
-                           int64_t next) {
+/* y [rows][..] from `at` with stride `next` = rows times a panel, for n words. rows, half and dtype are constants. */
+INLINE void NAME(micro_to)(const uint32_t *x, int64_t apart, const uint32_t *panel, int64_t n, int rows, int half,
+                           int dtype, void *y, int64_t at, int64_t next) {
     Lanes sums[SUMS / VECS][VECS];
-    NAME(micro)(x, apart, panel, n, rows, VECS, 0, 1, (float *)sums);
-    UNROLLED(r, rows) memcpy(y + r * next, sums[r], sizeof sums[r]);
+    NAME(micro)(x, apart, panel, n, rows, VECS, half, 1, (float *)sums);
+    UNROLLED(r, rows) {
+        if (dtype == F32) memcpy((float *)y + at + r * next, sums[r], sizeof sums[r]);
+        else UNROLLED(v, VECS / 2)
+            NAME(store_bf16)(sums[r][2 * v], sums[r][2 * v + 1], (uint16_t *)y + at + r * next + 2 * v * LANES);
+    }
 }
 
-/* Multiply up to MANY_ROWS rows of g with some stripes, if a sum is of up to STEPS words. The panels of these stripes
+/* Multiply `group` rows of g with some stripes, if a sum is of up to STEPS words. The panels of these stripes
    are as many words as a stripe of STEPS. Sums are stored while they are in the first cache, or in registers. */
 INLINE void NAME(by_short_columns)(const Gemm *p, int64_t unit, uint32_t *scratch, int half) {
     const int64_t wide = p->stripes * STRIPE, across = (p->w.width + wide - 1) / wide, n = p->words;
     const int64_t column = unit % across * wide, stop = MIN(column + wide, p->w.width);
-    const int64_t begin = unit / across * MANY_ROWS, end = MIN(begin + MANY_ROWS, p->m);
+    const int64_t begin = unit / across * p->group, end = MIN(begin + p->group, p->m);
     const int64_t apart = p->copy ? p->apart : p->words;
     const uint32_t *x = p->copy ? p->copy : p->x;
     float *sums = (float *)(scratch + STRIPE * STEPS);
@@ -255,13 +307,14 @@ INLINE void NAME(by_short_columns)(const Gemm *p, int64_t unit, uint32_t *scratc
         for (int64_t at = column; at < stop; at += PANEL) {
             const uint32_t *panel = scratch + (at - column) * n;
             int64_t count = MIN(FEW_ROWS, end - first), there = MIN(PANEL, stop - at);
-            if (p->dtype == F32 && there == PANEL) {
-                float *y = (float *)p->y + first * p->w.width + at;
-                for (int64_t m = 0, rows; m < count; m += rows) {
-                    rows = MIN(SUMS / VECS, count - m);
-#define ROWS(N)                                                                                                            case N: NAME(micro_to)(x + (first + m) * apart, apart, panel, n, N, y + m * p->w.width, p->w.width); break;
+            if (there == PANEL && p->dtype != F16 && !(NAME(TILES) && half)) {
+                for (int64_t m = first, rows; m < first + count; m += rows) {
+                    rows = MIN(SUMS / VECS, first + count - m);
+#define TO(N, dtype) NAME(micro_to)(x + m * apart, apart, panel, n, N, half, dtype, p->y, m * p->w.width + at, p->w.width)
+#define ROWS(N) case N: if (p->dtype == F32) TO(N, F32); else TO(N, BF16); break;
                     switch (rows) { ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6) }
 #undef ROWS
+#undef TO
                 }
                 continue;
             }

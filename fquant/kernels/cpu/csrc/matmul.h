@@ -54,6 +54,8 @@ static int64_t product(int isa, int threads, int transposed, int turned, const P
     int64_t units = transposed ? (w->width + STRIPE - 1) / STRIPE : (w->rows + work.group - 1) / work.group;
     if (transposed && work.words <= STEPS) {
         work.stripes = MIN(STEPS / work.words, units);
+        int64_t parts = (chunk + MANY_ROWS - 1) / MANY_ROWS; /* of the same number of rows, so that the threads finish together */
+        work.group = padded_to((chunk + parts - 1) / parts, SLIVER);
         units = (units + work.stripes - 1) / work.stripes;
     }
     int64_t scratch = 4 * (work.stripes ? STRIPE * STEPS + FEW_ROWS * k->panel
@@ -68,7 +70,8 @@ static int64_t product(int isa, int threads, int transposed, int turned, const P
         work.y = (char *)y + start * (transposed ? w->width : turned ? 1 : w->rows) * size_of(dtype);
         int64_t packs = !copied ? 0 : transposed ? work.m : (work.m + k->panel - 1) / k->panel * slabs_of(work.words);
         if (packs) run(transposed ? k->pack_t : k->pack, &work, packs, (size_t)scratch, rest, threads);
-        run(transposed ? k->matmul_t : k->matmul, &work, units * (work.stripes ? (work.m + MANY_ROWS - 1) / MANY_ROWS : 1), (size_t)scratch, rest, threads);
+        run(transposed ? k->matmul_t : k->matmul, &work, units * (work.stripes ? (work.m + work.group - 1) / work.group : 1),
+            (size_t)scratch, rest, threads);
     }
     return 0;
 }

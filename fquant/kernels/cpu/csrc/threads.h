@@ -1,16 +1,25 @@
 /* Fork-join loops over units of work, on the threads of the OpenMP runtime that torch has loaded (GOMP_parallel),
-   because two pools would spin against each other. Without that runtime, threads are created for each call; and so they
-   are in a process that was forked, because the runtime waits there for threads of its parent. */
+   because two pools would spin against each other. Without that runtime, threads are created for each call.
+
+   In a process that was forked the runtime would wait for threads of its parent. So before a fork it ends its threads,
+   for torch too, and the parent makes them again when it needs them. Where it cannot, for example in the middle of a
+   parallel region, the child leaves it and creates threads. */
 
 typedef void (*Unit)(void *work, int64_t i, void *scratch);
 typedef void (*Body)(void *);
 typedef void (*Team)(Body, void *, unsigned, unsigned);
 
-static Team team; /* GOMP_parallel, or NULL */
-static void leave_team(void) { team = NULL; }
-EXPORT void fquant_team(Team t) {
+typedef int (*Pause)(int);
+
+static Team team;     /* GOMP_parallel, or NULL */
+static Pause pause_team; /* omp_pause_resource_all, or NULL */
+static int has_ended;
+static void end_team(void) { has_ended = pause_team && !pause_team(1); } /* 1: omp_pause_soft */
+static void leave_team(void) { if (!has_ended) team = NULL; }
+EXPORT void fquant_team(Team t, Pause p) {
     static int registered;
-    if (!registered) registered = !pthread_atfork(NULL, NULL, leave_team);
+    pause_team = p;
+    if (!registered) registered = !pthread_atfork(end_team, NULL, leave_team);
     team = registered ? t : NULL;
 }
 

@@ -9,6 +9,7 @@ from fquant.kernels.ops.beam_search import beam_search, stage_sums
 from tests.helpers.arrays import rng
 from tests.helpers.formats import built, forced
 from tests.helpers.kernels.backends import backend  # noqa: F401
+from tests.helpers.kernels.threads import num_threads
 
 
 def given(n, d, stages, weighted=False, seed=0):
@@ -82,11 +83,8 @@ def test_threads_change_no_bit():
     codes, mass = torch.randint(256, (30000, 2), generator=rng(4), dtype=torch.uint8), torch.rand(30000, 1)
     found = []
     for threads in (1, 2):
-        torch.set_num_threads(threads)
-        try:
+        with num_threads(threads):
             found.append((beam_search(x, None, vectors, 4), *stage_sums(x, mass, codes, vectors, 1)))
-        finally:
-            torch.set_num_threads(1)
     assert all(map(torch.equal, *found))
 
 

@@ -9,7 +9,8 @@ from torch.func import vmap
 from fquant.kernels import dispatch
 from fquant.kernels.cpu.library import isas
 from fquant.kernels.ops.ordered_matmul import ordered_matmul
-from tests.helpers.arrays import randn
+from tests.helpers.arrays import randn, rng
+from tests.helpers.kernels.threads import num_threads
 
 BACKENDS = ["reference", *(f"cpu:{isa}" for isa in isas())]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -74,17 +75,13 @@ def test_batches(backend, size, dtype, batch):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_threads_change_no_bit(dtype):
-    threads = torch.get_num_threads()
-    try:
-        for size in SIZES:
-            a, b = drawn(*size, dtype)
-            found = []
-            for n in (1, 2, 3):
-                torch.set_num_threads(n)
+    for size in SIZES:
+        a, b = drawn(*size, dtype)
+        found = []
+        for n in (1, 2, 3):
+            with num_threads(n):
                 found += [ordered_matmul(a, b), ordered_matmul(a.expand(2, *a.shape), b.expand(2, *b.shape))[1]]
-            assert all(torch.equal(t, found[0]) for t in found)
-    finally:
-        torch.set_num_threads(threads)
+        assert all(torch.equal(t, found[0]) for t in found)
 
 
 def test_empty_operands(backend):
@@ -96,6 +93,23 @@ def test_empty_operands(backend):
 def test_float64():
     a, b = randn(5, 70).double(), randn(70, 3).double()
     torch.testing.assert_close(ordered_matmul(a, b), a @ b, rtol=1e-14, atol=1e-13)
+
+
+@pytest.mark.parametrize("k", [2, 16, 300])
+def test_sums_are_rounded_to_nearest(backend, k):
+    """Sums of two numbers, which float32 has: ties, results beyond the largest, infinities and NaN."""
+    a, ones = torch.zeros(40, 130, k, dtype=torch.bfloat16), torch.zeros(k, 1, dtype=torch.bfloat16)
+    ones[:2] = 1
+    a[..., :2] = randn(40, 130, 2) * torch.exp2(torch.randint(-8, 9, (40, 130, 2), generator=rng(2)).float())
+    a[0, :, :2] = torch.tensor([1.0, 2.0**-8])
+    a[1, :, :2] = torch.tensor([torch.finfo(torch.bfloat16).max, 2.0**119])
+    a[2, 5:99, 0], a[3, 7, 1], a[4, 64:96, 1] = torch.nan, torch.inf, -torch.inf
+    a[5, :, :2] = torch.tensor([torch.inf, -torch.inf])
+    wanted = (a[..., 0].float() + a[..., 1].float()).to(torch.bfloat16)
+    got = ordered_matmul(ones.mT.expand(40, 1, k).contiguous(), a.mT)[:, 0]
+    torch.testing.assert_close(got, wanted, rtol=0, atol=0, equal_nan=True)
+    got = ordered_matmul(a, ones.expand(40, k, 1).contiguous())[..., 0]
+    torch.testing.assert_close(got, wanted, rtol=0, atol=0, equal_nan=True)
 
 
 def test_infinite_elements_reach_their_own_row_and_column_alone(backend):
