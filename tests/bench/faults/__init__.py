@@ -100,7 +100,7 @@ def of_kills(found: kills.Found, wanted: int) -> Part:
     figures += [f"{kind}: named after {_spread(seconds)} s" for kind, seconds in found.named.items()]
     if found.gone:
         figures.append(f"ranks live on for {_spread(found.gone)} s without their launcher")
-    figures += [f"failed: {error}" for error in found.failures]
+    figures += [f"failed: {error}" for error in found.failures] + [f"not named: {text}" for text in found.unnamed]
     judged = [
         Wanted(f"{count} faults of {wanted}", count == wanted),
         at_most(f"of {count} faults not resumed", count - found.resumed, 0),
@@ -109,7 +109,7 @@ def of_kills(found: kills.Found, wanted: int) -> Part:
         at_most("launchers that left processes", found.processes, 0),
         at_most(f"temporary files in folders of runs {_few(found.files)}".strip(), len(found.files), 0),
         at_most(f"files left in the folder of temporary ones {_few(found.temporary)}".strip(), len(found.temporary), 0),
-        at_most("ranks not named", found.unnamed, 0),
+        at_most("ranks not named", len(found.unnamed), 0),
     ]
     judged += [at_most(f"s to name a rank, {k}", max(found.named[k]), kills.NAMED[k]) for k in sorted(found.named)]
     return Part("kills", figures, judged)

@@ -47,7 +47,7 @@ class Found:
     files: list[str] = field(default_factory=list)  # temporary ones in folders of runs
     temporary: list[str] = field(default_factory=list)  # in the folder of temporary files of the system
     named: dict[str, list[float]] = field(default_factory=dict)  # seconds from a fault to the line with the rank
-    unnamed: int = 0
+    unnamed: list[str] = field(default_factory=list)  # faults without that line, each with the last that there were
     gone: list[float] = field(default_factory=list)  # seconds from the death of a launcher to that of its last rank
     failures: list[str] = field(default_factory=list)
 
@@ -139,8 +139,9 @@ def _fault(kind: str, words: str, folder: Path, found: Found, life: _Life) -> _L
     job.await_(life.running, lambda: said() or job.ranks(folder) != before)
     if kind in NAMED:
         seconds = job.seconds_to(life.running, words, at)
-        found.unnamed += seconds is None
-        if seconds is not None:
+        if seconds is None:
+            found.unnamed.append(f"{kind} in {where}, wanted {words!r}: {life.running.text()[-500:]}")
+        else:
             found.named.setdefault(kind, []).append(seconds)
     if kind == "launcher":
         seconds = job.ended(life.running)

@@ -30,7 +30,7 @@ def met(part):
 def test_faults_are_judged():
     good = kills.Found({"rank": 2}, resumed=2, runs=1, identical=1, named={"rank": [0.3, 4.9]})
     bad = kills.Found(
-        {"rank": 2}, resumed=1, runs=2, identical=1, wrong_steps=3, processes=1, files=[".a.tmp"], unnamed=1,
+        {"rank": 2}, resumed=1, runs=2, identical=1, wrong_steps=3, processes=1, files=[".a.tmp"], unnamed=["x"],
         temporary=["fquant-00000000"], named={"rank": [0.3, 5.1]},
     )  # fmt: skip
     assert met(faults.of_kills(good, 2)) == [True] * 9 and met(faults.of_kills(bad, 3)) == [False] * 9
