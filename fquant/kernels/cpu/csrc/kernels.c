@@ -74,7 +74,7 @@ enum { SLAB = 512, STEPS = 128, APART = SLAB + 16 };
 enum { TILED_ROWS = 96 };                  /* rows whose integer sums stay near: a multiple of slivers and of tiles */
 enum { STRIPE = 256 };                     /* columns in a unit of matmul_t */
 enum { IN_PLACE = 8 };                     /* rows of a sliver that is no copy, lest they compete for a cache set */
-enum { FEW_ROWS = 32, MANY_ROWS = 192, SLIVER = 6 }; /* its rows of x if sums are short: at a time, in a unit, in registers */
+enum { FEW_ROWS = 32, MANY_ROWS = 192 };   /* its rows of x, at a time and at most in a unit, if sums are short */
 enum { MOST_X = 512, COPY = 6 << 20 };     /* rows of x that are copied at a time, and bytes */
 
 #define FOLDED 0x243F6A8885A308D3u /* xor'ed to keys that are folded, lest they equal keys of draws */

@@ -54,8 +54,8 @@ static int64_t product(int isa, int threads, int transposed, int turned, const P
     int64_t units = transposed ? (w->width + STRIPE - 1) / STRIPE : (w->rows + work.group - 1) / work.group;
     if (transposed && work.words <= STEPS) {
         work.stripes = MIN(STEPS / work.words, units);
-        int64_t parts = (chunk + MANY_ROWS - 1) / MANY_ROWS; /* of the same number of rows, so that the threads finish together */
-        work.group = padded_to((chunk + parts - 1) / parts, SLIVER);
+        int64_t parts = (chunk + MANY_ROWS - 1) / MANY_ROWS;      /* of as many rows each, so that the threads */
+        work.group = padded_to((chunk + parts - 1) / parts, SIX); /* finish together */
         units = (units + work.stripes - 1) / work.stripes;
     }
     int64_t scratch = 4 * (work.stripes ? STRIPE * STEPS + FEW_ROWS * k->panel

@@ -8,10 +8,9 @@
 typedef void (*Unit)(void *work, int64_t i, void *scratch);
 typedef void (*Body)(void *);
 typedef void (*Team)(Body, void *, unsigned, unsigned);
-
 typedef int (*Pause)(int);
 
-static Team team;     /* GOMP_parallel, or NULL */
+static Team team;        /* GOMP_parallel, or NULL */
 static Pause pause_team; /* omp_pause_resource_all, or NULL */
 static int has_ended;
 static void end_team(void) { has_ended = pause_team && !pause_team(1); } /* 1: omp_pause_soft */

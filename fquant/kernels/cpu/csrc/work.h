@@ -38,7 +38,8 @@ typedef struct { /* x [m, inner] in `words` words a row; copy: of x, packed, or 
     const void *x;
     void *copy, *y;
     int64_t m, inner, words, group;
-    int64_t apart, stripes; /* of matmul_t: words from a row of `copy` to the next; stripes in a unit, 0 for long sums */
+    int64_t apart, stripes; /* of matmul_t: words from a row of `copy` to the next; stripes in a unit, with `group` rows
+                               of x, 0 for long sums */
     int64_t turned;         /* of matmul: 0, or elements from a row of the result to the next, if that is w · xᵀ */
     int dtype, half, interleaved;
 } Gemm;
