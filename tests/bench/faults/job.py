@@ -139,13 +139,15 @@ def processes(session: int) -> dict[int, int]:
 def children(launcher: int) -> list[int]:
     """Return the processes of the ranks that a launcher has now, without torch's and Python's own.
 
-    Ranks are forked by a server, or are children of the launcher where that cannot be.
+    Ranks are forked by a server, or are children of the launcher where that cannot be. A single process of the server
+    is no rank: with it the launcher waits for the server's imports.
     """
     parents = processes(launcher)
     commands = {pid: _command(pid) for pid, parent in parents.items() if parent == launcher}
     servers = {pid for pid, command in commands.items() if b"forkserver" in command}
     found = {pid for pid, command in commands.items() if b"spawn_main" in command}
-    return sorted(found | {pid for pid, parent in parents.items() if parent in servers})
+    forked = {pid for pid, parent in parents.items() if parent in servers}
+    return sorted(found | (forked if len(forked) > 1 else set()))
 
 
 def _command(pid: int) -> bytes:

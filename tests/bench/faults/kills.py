@@ -30,6 +30,7 @@ MESHES = ("fsdp=4", "dp=3", "fsdp=5", "dp=2,fsdp=2", "fsdp=3", "dp=5")
 AT_START = 0.25  # of the faults
 WITHIN = 1.0  # seconds behind a step
 NAMED = {"rank": 5.0, "freeze": 10.0}  # seconds wanted until the rank is named
+SILENT = 60.0  # seconds after which a rank counts as not named
 
 Say = Callable[[str], object]
 
@@ -135,14 +136,15 @@ def _fault(kind: str, words: str, folder: Path, found: Found, life: _Life) -> _L
     at, before = time.monotonic(), job.ranks(folder)
     where = "steps" if life.goes_on(folder) else "a start"
     found.faults[kind] = found.faults.get(kind, 0) + 1
-    said = lambda: kind in NAMED and job.seconds_to(life.running, words, at) is not None
-    job.await_(life.running, lambda: said() or job.ranks(folder) != before)
-    if kind in NAMED:
+    if kind in NAMED:  # run.json is no sign of the next start: the one that was hit can still write it
+        job.await_(life.running, lambda: job.seconds_to(life.running, words, at) or time.monotonic() > at + SILENT)
         seconds = job.seconds_to(life.running, words, at)
         if seconds is None:
             found.unnamed.append(f"{kind} in {where}, wanted {words!r}: {life.running.text()[-500:]}")
         else:
             found.named.setdefault(kind, []).append(seconds)
+    else:
+        job.await_(life.running, lambda: False)
     if kind == "launcher":
         seconds = job.ended(life.running)
         found.processes += seconds is None
