@@ -20,7 +20,7 @@ _aten = torch.ops.aten
 OURS = (  # ops of torch.ops.fquant
     "matmul", "matmul_t", "nll", "nll_backward", "rms_norm", "rms_norm_backward", "attention", "attention_backward",
     "silu", "silu_derivative", "turn", "root", "grouped_matmul", "grouped_matmul_t", "grouped_mm", "grouped_outer",
-    "cached_attention", "dense_matmul", "ordered_matmul", "adam_update", "momentum_update",
+    "cached_attention", "dense_matmul", "ordered_matmul", "adam_update", "momentum_update", "sums_by_code",
 )  # fmt: skip
 _OURS = {f"fquant.{name}.default": name for name in OURS}
 UNSTRUCTURED = (  # ops that compute into their results and are not structured

@@ -8,7 +8,7 @@ as a dense weight, in float64 by torch. Sums over tiles are kept in float32 at l
 """
 
 from .causal_attention import attention, attention_backward
-from .codebook_search import beam_search, nearest, stage_sums
+from .codebook_search import beam_search, nearest, stage_sums, sums_by_code
 from .codec import decode, encode, matmul, matmul_t
 from .decoding import cached_attention, dense_matmul
 from .elementwise import pointwise, root, silu, silu_derivative, turn

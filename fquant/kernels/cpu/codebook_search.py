@@ -1,11 +1,13 @@
-"""Searches in codebooks on the CPU, in float32, by csrc/nearest.h and csrc/beam_search.h."""
+"""Searches in codebooks on the CPU, in float32, by csrc/nearest.h and csrc/beam_search.h, and sums of rows by code."""
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from .. import reference
 from ..reference.codebook_search import compared
-from .library import call, empty
+from .library import call, empty, result
 
 
 def nearest(x: Tensor, codes: Tensor, half: Tensor, top: int = 1) -> tuple[Tensor, Tensor]:
@@ -28,6 +30,15 @@ def beam_search(x: Tensor, near: Tensor | None, vectors: Tensor, width: int) -> 
         sizes = len(x), x.shape[1], len(vectors), width
         call("beam_search", x, near, vectors, tables, half, *sizes, codes)
     return codes
+
+
+def sums_by_code(x: Tensor, codes: Tensor, num_codes: int, out: Sequence = (None, None)) -> tuple[Tensor, Tensor]:
+    s, n, d = x.shape
+    counts = result(out[0], s, num_codes, dtype=torch.float32)
+    sums = result(out[1], s, num_codes, d, dtype=torch.float32)
+    if s and call("sums_by_code", x.contiguous(), codes.contiguous(), s, n, d, num_codes, counts, sums):
+        raise IndexError(f"sums_by_code got code {int(codes.max())}; wanted codes below {num_codes}")
+    return counts, sums
 
 
 def stage_sums(x: Tensor, mass: Tensor, codes: Tensor, vectors: Tensor, stage: int) -> tuple[Tensor, Tensor]:

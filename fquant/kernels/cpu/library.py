@@ -116,7 +116,7 @@ def load() -> ctypes.CDLL:
         raise ImportError("its C kernels were not built; install a C compiler and install fquant again")
     library = ctypes.CDLL(str(path))
     packed = ctypes.POINTER(Packed)
-    functions = {  # all return 0, or the bytes of room that they need; below 0, memory ran out
+    functions = {  # all return 0, the bytes of room that they need, or a fault; below 0, memory ran out
         "encode": [Pointer, Int, Long, Long, ctypes.POINTER(Encoding), Pointer, Pointer],
         "decode": [packed, Long, Long, Long, Long, Int, Pointer, Long],
         **dict.fromkeys(("matmul", "matmul_t"), [packed, Pointer, Long, Pointer, Int, Pointer]),
@@ -141,6 +141,7 @@ def load() -> ctypes.CDLL:
         "nearest": [*[Pointer] * 3, *[Long] * 5, Pointer, Pointer],
         "beam_search": [*[Pointer] * 5, *[Long] * 4, Pointer],
         "stage_sums": [*[Pointer] * 4, *[Long] * 5, Pointer],
+        "sums_by_code": [*[Pointer] * 2, *[Long] * 4, *[Pointer] * 2],
         "update": [ctypes.POINTER(Update)],
     }
     structures = (Packed, Encoding, Pointwise, Step, Read, Attention, Rounding, Moment, Update)

@@ -11,7 +11,7 @@ Other backends equal it bit for bit in quantising and dequantising. That arithme
 """
 
 from .causal_attention import attention, attention_backward
-from .codebook_search import beam_search, nearest, stage_sums
+from .codebook_search import beam_search, nearest, stage_sums, sums_by_code
 from .codec import CHUNK, TINY, decode, encode, grid, matmul, matmul_t, midpoints, times_scale
 from .decoding import cached_attention, dense_matmul
 from .elementwise import pointwise, root, silu, silu_derivative, turn

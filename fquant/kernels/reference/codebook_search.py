@@ -1,4 +1,4 @@
-"""Searches in codebooks: the codes of largest ``x·c - half``, sums of vectors by a beam, and sums of residuals.
+"""Searches in codebooks: the codes of largest ``x·c - half``, sums of vectors by a beam, and sums of rows by code.
 
 Scores are those of the device's matrix product, a tile at a time, in the dtype of the codes. A tile of ``TILE`` bytes
 stays in a core's cache, or keeps all multiprocessors of a GPU busy. The tiles depend on shapes alone. A beam makes
@@ -111,6 +111,16 @@ def compared(table: Tensor, weighted: bool) -> tuple[Tensor, Tensor]:
     if not weighted:
         return table, half.sum(-1)
     return torch.cat([table, -half], -1), torch.zeros_like(half[..., 0])
+
+
+def sums_by_code(x: Tensor, codes: Tensor, num_codes: int) -> tuple[Tensor, Tensor]:
+    (s, _, d), size = x.shape, len(x) * num_codes
+    first = torch.arange(s, device=x.device)[:, None] * num_codes
+    # A row without a code is added to a sum behind the last. A code beyond all must fail.
+    index = torch.where(codes < 0, size, torch.where(codes < num_codes, codes + first, size + 1)).flatten()
+    counts = codes.new_zeros(size + 1).index_add(0, index, torch.ones_like(index))[:size]
+    sums = x.new_zeros(size + 1, d).index_add(0, index, x.flatten(0, 1))[:size]
+    return counts.unflatten(0, (s, num_codes)).to(x.dtype), sums.unflatten(0, (s, num_codes))
 
 
 def stage_sums(x: Tensor, mass: Tensor, codes: Tensor, vectors: Tensor, stage: int) -> tuple[Tensor, Tensor]:

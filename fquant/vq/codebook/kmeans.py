@@ -19,7 +19,7 @@ from ..quantized import Mask, Psum
 from . import rows
 from .book import Book
 from .encode import encode
-from .update import Stats, as_summed, drawn_rows, stats, sum_by_code
+from .update import Stats, as_summed, check_float32, drawn_rows, stats_of
 
 SPLIT_DISTANCE = 1 / 1024  # of the two copies of a mean, relative to it
 
@@ -50,14 +50,15 @@ def kmeans(
     if (not isinstance(total, Tensor) or dispatch.is_direct(total)) and int(total) < num_codes:
         wanted = "wanted at least as many, of all ranks together: use more rows, fewer codes, or the codes of init"
         raise ValueError(f"kmeans: got {int(total)} rows for {num_codes} codes; {wanted}")
-    no_codes = torch.zeros(x.shape[:-1], dtype=torch.int64, device=x.device)
-    start = psum(stats(book, x, no_codes, mask, key=random.fold(key, "start"), row_offset=row_offset))
+    check_float32(book)
+    summed = as_summed(book, x, kept)
+    no_codes = torch.zeros_like(summed[1], dtype=torch.int64)
+    start = psum(stats_of(book, summed, no_codes, kept, random.fold(key, "start"), row_offset))
     drawn, hit = drawn_rows(start)
     book = replace(book, codes=torch.where(hit[..., None], drawn, book.codes))
-    summed = as_summed(book, x, mask)
     for step in range(iterations):
-        found, _ = sum_by_code(book, *summed, rows.flatten_heads(book, encode(book, x)))
-        book = _move_to_means(book, psum(found), split and step < iterations - 1)
+        found = psum(stats_of(book, summed, rows.flatten_heads(book, encode(book, x))))
+        book = _move_to_means(book, found, split and step < iterations - 1)
     return tree.map(torch.Tensor.detach, book)
 
 

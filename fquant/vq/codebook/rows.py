@@ -76,7 +76,9 @@ def direction(x: Tensor) -> Tensor:
 
 def finite(x: Tensor, dims: int = 1) -> Tensor:
     """Return which rows of ``x``, its last ``dims`` dims, are finite: bool[...]."""
-    return x.isfinite().flatten(-dims).all(-1)
+    return (
+        x.detach().abs().flatten(-dims).amax(-1) < torch.inf
+    )  # NaN is the largest; isfinite with all is slower
 
 
 def zero_invalid(x: Tensor, kept: Mask, dims: int = 1) -> tuple[Tensor, Tensor]:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ... import tree
 from ...kernels import dispatch
+from ...kernels.ops.sums_by_code import sums_by_code
 from ..quantized import Key, Mask
 from . import rows
 from .book import Book, as_codes, check_row_codes
@@ -60,40 +61,43 @@ def stats(
     check_row_codes(book, codes, x)
     if row_offset is not None and key is None:
         raise ValueError("row_offset: got numbers of rows, which only drawing needs, and no key; give both or none")
-    flat, valid, num_kept = as_summed(book, x, mask)
-    found, valid = sum_by_code(book, flat, valid, num_kept, rows.flatten_heads(book, codes))
-    if key is None:
-        return found
-    drawn, hits = rows.draw(key, book.codes.shape[-2], flat, rows.flat_mask(book, mask, x), valid, row_offset)
-    return replace(found, drawn=drawn.reshape(book.codes.shape), hits=hits.reshape(book.counts.shape))
+    kept = rows.flat_mask(book, mask, x)
+    return stats_of(book, as_summed(book, x, kept), rows.flatten_heads(book, codes), kept, key, row_offset)
 
 
-def as_summed(book: Book, x: Tensor, mask: Mask) -> tuple[Tensor, Tensor, Tensor]:
-    """Return rows ``x`` f[... D] as :func:`sum_by_code` adds them: [h n D], bool[h n] of finite ones, and their number.
+def as_summed(book: Book, x: Tensor, kept: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return rows ``x`` f[... D] as :func:`stats_of` adds them: [h n D], bool[h n] of finite ones, and their number.
 
-    The number f32[] is that of the rows that the mask selects, finite or not. Other rows are zeros.
+    The number f32[] is that of the rows that ``kept`` bool[h n] selects, finite or not. Other rows are zeros.
     """
     flat = rows.at_least_float32(rows.flatten_heads(book, x.detach(), 1)).to(book.codes.dtype)
-    kept = rows.flat_mask(book, mask, x)
     flat, valid = rows.zero_invalid(flat, kept)
     num_kept = flat.new_full((), valid.numel()) if kept is None else kept.to(flat.dtype).sum()
     mapped = as_codes(book, flat)
     return flat if mapped is flat else torch.where(valid[..., None], mapped, 0), valid, num_kept
 
 
-def sum_by_code(book: Book, flat: Tensor, valid: Tensor, num_kept: Tensor, codes: Tensor) -> tuple[Stats, Tensor]:
-    """Return the stats of the rows of :func:`as_summed` with ``codes`` i64[h n], and which rows they count."""
+def stats_of(
+    book: Book,
+    summed: tuple[Tensor, Tensor, Tensor],
+    codes: Tensor,
+    kept: Tensor | None = None,
+    key: Key = None,
+    row_offset: rows.RowOffset | None = None,
+) -> Stats:
+    """Return the stats of the rows of :func:`as_summed` with ``codes`` i64[h n], negative for none; as :func:`stats`.
+
+    ``kept`` bool[h n] is needed for drawing alone.
+    """
+    flat, valid, num_kept = summed
     valid = valid & (codes >= 0)
-    heads, num_codes, dim = len(flat), *book.codes.shape[-2:]
-    # A row without a code is added to a sum behind the last. A code beyond the book must fail.
-    size = heads * num_codes
-    first = torch.arange(heads, device=codes.device)[:, None] * num_codes
-    index = torch.where(valid, torch.where(codes < num_codes, codes + first, size + 1), size).flatten()
-    ones = valid.to(flat.dtype)
-    counts = ones.new_zeros(size + 1).index_add(0, index, ones.flatten())[:size]
-    sums = flat.new_zeros(size + 1, dim).index_add(0, index, flat.flatten(0, 1))[:size]
+    counts, sums = sums_by_code(flat, torch.where(valid, codes, -1), book.codes.shape[-2])
     shaped = counts.reshape(book.counts.shape), sums.reshape(book.codes.shape)
-    return Stats(*shaped, num_kept, num_kept - ones.sum()), valid
+    found = Stats(*shaped, num_kept, num_kept - valid.to(flat.dtype).sum())
+    if key is None:
+        return found
+    drawn, hits = rows.draw(key, book.codes.shape[-2], flat, kept, valid, row_offset)
+    return replace(found, drawn=drawn.reshape(book.codes.shape), hits=hits.reshape(book.counts.shape))
 
 
 def add(*each: Stats) -> Stats:

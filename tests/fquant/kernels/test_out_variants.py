@@ -7,7 +7,7 @@ from fquant import NF4_DQ, quantize
 from fquant.compile.memory.out_variants import OURS
 from fquant.kernels import grouped_ops  # noqa: F401  (registers the ops)
 from fquant.kernels.dispatch import VARIABLE
-from fquant.kernels.ops import attention, decoding, moments, nll, norm, ordered_matmul, silu  # noqa: F401
+from fquant.kernels.ops import attention, decoding, moments, nll, norm, ordered_matmul, silu, sums_by_code  # noqa: F401
 from fquant.packed import buffers
 from tests.helpers.arrays import randn
 from tests.helpers.kernels.moments import FORMATS, steps
@@ -41,6 +41,7 @@ def arguments(name, dtype):
         "adam_update": next(steps("adamw", FORMATS["8"], (5, 70), narrow, "nearest", True))[1],
         "momentum_update": next(steps("lion", FORMATS["4"], (5, 70), narrow, "nearest", True))[1],
         "dense_matmul": (x, randn(40, 64, seed=4).to(dtype)), "ordered_matmul": (x, randn(40, 64, seed=4).to(dtype).mT),
+        "sums_by_code": (q[0].to(lse.dtype), torch.arange(28).view(4, 7) % 6 - 1, 5),
     }[name]  # fmt: skip
 
 

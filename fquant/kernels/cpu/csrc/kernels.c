@@ -51,7 +51,7 @@ enum { MAX_SCALES = PIECE / 16 }; /* of a piece */
 
 typedef struct { /* what an instruction set provides */
     Unit encode, decode, gemv, pack, matmul, pack_t, matmul_t, fold, draw, loss, norm, pointwise, attention, cached, dense_matmul, update,
-        quantize_rows, integer_rows, few_integers, nearest, beam_search, stage_sums;
+        quantize_rows, integer_rows, few_integers, nearest, beam_search, stage_sums, sums_by_code;
     void (*load)(const void *x, int dtype, int64_t n, int form, void *out); /* x in the form of `gemv` */
     size_t (*attention_room)(const Attention *a); /* bytes of scratch */
     int columns;      /* rows of x up to which `gemv` is used */
@@ -114,7 +114,7 @@ INLINE int64_t turned_apart(int64_t n) { return padded_to(n, 16) + 16; } /* floa
     {encode_##BASE, decode_##BASE, gemv_##BASE, pack_##BASE, matmul_##ISA, pack_t_##BASE, matmul_t_##ISA, fold_##BASE, \
      draw_##BASE, loss_##BASE, norm_##BASE, pointwise_##BASE, attention_##ISA, cached_##BASE, dense_matmul_##BASE,     \
      update_##BASE, quantize_rows_##BASE, integer_rows_##ISA, few_integers_##BASE, nearest_##BASE, beam_search_##BASE,  \
-     stage_sums_##BASE, load_##BASE, attention_room_##ISA, COLUMNS_##BASE, LANES_##BASE, PANEL_##BASE,                 \
+     stage_sums_##BASE, sums_by_code_##BASE, load_##BASE, attention_room_##ISA, COLUMNS_##BASE, LANES_##BASE, PANEL_##BASE,                 \
      LEAST_ROWS_##ISA, MOST_ROWS_##ISA, TILES_##ISA, BF16, BYTES_##BASE}
 #define PASTE(a, b) a##_##b
 #define EXPANDED(a, b) PASTE(a, b)
@@ -440,4 +440,14 @@ EXPORT int64_t fquant_stage_sums(int isa, int threads, const float *x, const flo
         for (int64_t k = 0; k < size; k++) sums[k] += room[i * size + k];
     free(room);
     return failed;
+}
+
+/* The number [sets, k] and the sum [sets, k, d] of the rows x [sets, n, d] of each code [sets, n]; a row with a code
+   below 0 is in none. Returns 1 if a code is k or more. */
+EXPORT int64_t fquant_sums_by_code(int isa, int threads, const float *x, const int64_t *codes, int64_t sets, int64_t n,
+                                   int64_t d, int64_t k, float *counts, float *sums) {
+    ByCode work = {x, codes, counts, sums, n, d, k, 0};
+    int64_t units = sets * MAX(1, (d + SUMMED_COLUMNS - 1) / SUMMED_COLUMNS);
+    int failed = run(available[isa].kernels.sums_by_code, &work, units, (size_t)padded_to(8 * k, 64), NULL, threads);
+    return failed ? failed : work.beyond;
 }

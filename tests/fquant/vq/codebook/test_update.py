@@ -1,15 +1,17 @@
 """Updates of a book: stats against a loop in float64, masks, rows that are not finite, and dead codes."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
-from fquant import random, tree, vq
+from fquant import jit, random, tree, vq
 from fquant.vq.codebook import rows as module
 from tests.helpers.arrays import assert_equal
 
 K, D = 11, 4
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 LOSSES = ("commitment", "cross_entropy", "diversity", "orthogonal")
 NAN, INF = float("nan"), float("inf")
 
@@ -257,6 +259,19 @@ def test_perplexity():
     counts[0, :4], counts[1, 7] = 5, 9
     torch.testing.assert_close(vq.perplexity(counts), torch.tensor([4.0, 1.0]))
     assert vq.perplexity(vq.apply(book(), rows(0, D)).stats.counts) == 1
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("wrap", [lambda f: f, jit, partial(jit, compile=True)], ids=["plain", "jit", "compile"])
+def test_finite_rows(dtype, wrap):
+    """As isfinite and all, which torch.compile keeps; of (x * 0).sum(-1) == 0 it makes True."""
+    ends = torch.finfo(dtype)
+    special = [0.0, -0.0, 1.0, ends.max, ends.min, ends.tiny, ends.smallest_normal / 2, NAN, INF, -INF]
+    x = torch.tensor(special, dtype=dtype)
+    x = torch.stack([t.flatten() for t in torch.meshgrid(x, x, x, indexing="ij")], -1)  # [1000 3]
+    f = wrap(module.finite)
+    assert torch.equal(f(x), x.isfinite().all(-1)) and f(x).sum() == 7**3
+    assert torch.equal(module.finite(x.view(10, 100, 3), 2), x.isfinite().view(10, 300).all(-1))
 
 
 B, X, S = book(), rows(9, D), vq.apply(book(), rows(9, D)).stats
