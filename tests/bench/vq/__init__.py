@@ -11,7 +11,7 @@ Rows, by the names that --only takes:
     step      the same with the gradient of the rows: straight-through and commitment
     memory    MiB that update holds at its peak beside its arguments and its results
     kmeans    k-means of rows from a mixture, of equally many iterations for all contestants
-    objective the mean squared distance to the codes of k-means, on average over seeds
+    objective the mean squared distance to the codes of k-means, on average over seeds; faiss starts where fquant does
 
 and those of weights of learned vectors, ``tests/bench/vq/weights.py``.
 
@@ -35,6 +35,7 @@ import tyro
 from torch import Tensor
 
 from fquant import random, vq
+from fquant.vq.codebook.update import drawn_rows
 from tests.bench import peers, report, timing
 from tests.bench.report import Row, at_most
 from tests.bench.vq import weights
@@ -42,7 +43,7 @@ from tests.bench.vq import weights
 ROWS = ("encode", "update", "step", "memory", "kmeans", "objective", *weights.ROWS)
 COLUMNS = ("fquant", "vq", "faiss", "decode")
 FASTER, SMALLER = 1 / 6, 0.05  # of vector-quantize-pytorch's time and memory
-WORSE = 1.002  # of faiss's objective; seeds differ by more
+WORSE = 1.002  # of faiss's objective from the same start; starts differ by more
 
 
 @dataclass(frozen=True)
@@ -145,8 +146,8 @@ def _with(them: Any, x: Tensor) -> Any:
     return codes, torch.autograd.grad((out.sum() + loss).reshape(()), x)
 
 
-def clusters(x: Tensor, num_means: int, iterations: int) -> dict[str, Callable[[int], Tensor]]:
-    """Return k-means of each contestant: from a seed to means."""
+def clusters(x: Tensor, num_means: int, iterations: int, seeds: int) -> dict[str, Callable[[int], Tensor]]:
+    """Return k-means of each contestant: from a seed to means. faiss starts at the rows that fquant draws."""
     found: dict[str, Callable[[int], Tensor]] = {
         "fquant": lambda seed: vq.kmeans(vq.init(0, num_means, x.shape[-1]), x, random.key(seed), iterations).codes
     }
@@ -164,17 +165,28 @@ def clusters(x: Tensor, num_means: int, iterations: int) -> dict[str, Callable[[
     try:
         import faiss
 
+        starts = [_start(x, num_means, seed) for seed in range(seeds)]
+
         def by_faiss(seed: int) -> Tensor:
             faiss.omp_set_num_threads(torch.get_num_threads())
             limits = {"min_points_per_centroid": 1, "max_points_per_centroid": len(x)}
             them: Any = faiss.Kmeans(x.shape[-1], num_means, niter=iterations, seed=seed + 1, **limits)
-            them.train(x.numpy())
+            them.train(x.numpy(), init_centroids=starts[seed % seeds].numpy())
             return torch.from_numpy(them.centroids.copy())
 
         found["faiss"] = by_faiss
     except ImportError:
         pass
     return found
+
+
+def _start(x: Tensor, num_means: int, seed: int) -> Tensor:
+    """Return the rows at which k-means of fquant starts."""
+    no_codes = torch.zeros(len(x), dtype=torch.int64)
+    key, book = random.fold(random.key(seed), "start"), vq.init(0, num_means, x.shape[-1])
+    drawn, hit = drawn_rows(vq.stats(book, x, no_codes, key=key))
+    assert hit.all()
+    return drawn
 
 
 def objective(means: Tensor, x: Tensor) -> float:
@@ -208,10 +220,11 @@ def _clustering(x: Tensor, options: Options, names: tuple[str, ...], generator: 
     centres = 3 * torch.randn(options.means, options.dim, generator=generator)
     which = torch.randint(options.means, (len(x),), generator=generator)
     x = x + centres[which]
-    found, out = clusters(x, options.means, options.iterations), []
+    found, out = clusters(x, options.means, options.iterations, options.seeds), []
     if "kmeans" in names:
         figures = timing.medians({who: lambda i, f=f: f(i) for who, f in found.items()}, options.repeats)
-        out.append(Row("kmeans", "ms", figures, []))
+        wanted = [at_most("of faiss", figures["fquant"] / figures["faiss"], 1.0)] if "faiss" in figures else []
+        out.append(Row("kmeans", "ms", figures, wanted))
     if "objective" in names:
         means = {who: [objective(f(seed), x) for seed in range(options.seeds)] for who, f in found.items()}
         figures = {who: sum(each) / len(each) for who, each in means.items()}
