@@ -11,14 +11,14 @@ from .library import call, empty, result
 
 
 def nearest(x: Tensor, codes: Tensor, half: Tensor, top: int = 1) -> tuple[Tensor, Tensor]:
-    # A score that is NaN is not seen in C. For finite codes there is none beside a finite one.
-    if codes.dtype is torch.float64 or not (codes.isfinite().all() and not half.isnan().any()):
+    if codes.dtype is torch.float64:
         return reference.nearest(x, codes, half, top)
     (s, n, d), k = x.shape, codes.shape[1]
     index, score = empty(s, n, top, dtype=torch.int64), empty(s, n, top, dtype=torch.float32)
     if index.numel():
         x, codes, half = x.float().contiguous(), codes.contiguous(), half.contiguous()
-        call("nearest", x, codes, half, s, n, k, d, top, index, score)
+        if call("nearest", x, codes, half, s, n, k, d, top, index, score):  # some scores may be NaN
+            return reference.nearest(x, codes, half, top)
     return index, score
 
 

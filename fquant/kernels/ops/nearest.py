@@ -20,7 +20,8 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from ..arguments import COMPUTED
-from ..registry import map_rows, register
+from ..dispatch import is_direct
+from ..registry import by_backend, map_rows, register
 
 
 def nearest(x: Tensor, codes: Tensor, half: Tensor, top: int = 1) -> tuple[Tensor, Tensor]:
@@ -29,7 +30,10 @@ def nearest(x: Tensor, codes: Tensor, half: Tensor, top: int = 1) -> tuple[Tenso
     x [s n d] in f32, bf16, f16 or f64; codes [s k d] and half [s k] in f32 or f64, the dtype of the scores.
     Raises TypeError for other dtypes, ValueError for other shapes or devices, or for ``top`` above k.
     """
-    return _OP(x, codes, half, top)
+    if x.is_meta or not is_direct(x, codes, half):
+        return _OP(x, codes, half, top)
+    _check("nearest", x, codes, half, top)
+    return by_backend("nearest", x, codes, half, top)
 
 
 def _check(op: str, x: Tensor, codes: Tensor, half: Tensor, top: int = 1) -> None:

@@ -12,7 +12,8 @@ The op has no derivatives. Under vmap, mapped rows are more sets ``s``.
 import torch
 from torch import Tensor
 
-from ..registry import map_rows, register
+from ..dispatch import is_direct
+from ..registry import by_backend, map_rows, register
 
 
 def sums_by_code(x: Tensor, codes: Tensor, num_codes: int) -> tuple[Tensor, Tensor]:
@@ -21,7 +22,10 @@ def sums_by_code(x: Tensor, codes: Tensor, num_codes: int) -> tuple[Tensor, Tens
     x is f32 or f64, and so are the results. Raises TypeError for other dtypes, ValueError for other shapes or devices,
     and for fewer codes than one. A code from ``num_codes`` on raises IndexError where values can be seen on a CPU.
     """
-    return _OP(x, codes, num_codes)
+    if x.is_meta or not is_direct(x, codes):
+        return _OP(x, codes, num_codes)
+    _check("sums_by_code", x, codes, num_codes)
+    return by_backend("sums_by_code", x, codes, num_codes)
 
 
 def _check(op: str, x: Tensor, codes: Tensor, num_codes: int) -> None:

@@ -58,12 +58,14 @@ def kmeans(
     book = replace(book, codes=torch.where(hit[..., None], drawn, book.codes))
     for step in range(iterations):
         found = psum(stats_of(book, summed, rows.flatten_heads(book, encode(book, x))))
-        book = _move_to_means(book, found, split and step < iterations - 1)
+        book = replace(book, codes=_means(book, found, split and step < iterations - 1))
+    counts = found.counts.clamp(min=1)
+    book = replace(book, counts=counts, sums=book.codes * counts[..., None])
     return tree.map(torch.Tensor.detach, book)
 
 
-def _move_to_means(book: Book, found: Stats, split: bool) -> Book:
-    """Set codes, counts and sums of ``book`` to the means of ``found``."""
+def _means(book: Book, found: Stats, split: bool) -> Tensor:
+    """Return the means of ``found``, the codes of ``book`` for empty clusters unless they are ``split``."""
     empty = found.counts == 0
     means = found.sums / found.counts.clamp(min=1)[..., None]
     means = rows.unit(means) if book.metric == "cosine" else means
@@ -72,8 +74,7 @@ def _move_to_means(book: Book, found: Stats, split: bool) -> Book:
         if not dispatch.is_direct(empty) or empty.any():  # without empty ones it changes nothing
             codes = _split(codes, found.counts, empty)
         codes = rows.unit(codes) if book.metric == "cosine" else codes
-    counts = found.counts.clamp(min=1)
-    return replace(book, codes=codes, counts=counts, sums=codes * counts[..., None])
+    return codes
 
 
 def _split(codes: Tensor, counts: Tensor, empty: Tensor) -> Tensor:

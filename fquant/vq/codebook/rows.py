@@ -76,14 +76,14 @@ def direction(x: Tensor) -> Tensor:
 
 def finite(x: Tensor, dims: int = 1) -> Tensor:
     """Return which rows of ``x``, its last ``dims`` dims, are finite: bool[...]."""
-    return (
-        x.detach().abs().flatten(-dims).amax(-1) < torch.inf
-    )  # NaN is the largest; isfinite with all is slower
+    return x.detach().abs().flatten(-dims).amax(-1) < torch.inf  # NaN is the largest; isfinite with all is slower
 
 
 def zero_invalid(x: Tensor, kept: Mask, dims: int = 1) -> tuple[Tensor, Tensor]:
     """Replace invalid rows by zeros; return the rows and which are valid, the finite ones of ``kept`` bool[...]."""
     valid = finite(x, dims) if kept is None else finite(x, dims) & kept
+    if valid.is_cpu and is_direct(valid) and valid.all():  # most often, and a copy takes as long as the question
+        return x, valid
     return torch.where(valid[(..., *[None] * dims)], x, 0), valid
 
 

@@ -90,13 +90,13 @@ def stats_of(
     ``kept`` bool[h n] is needed for drawing alone.
     """
     flat, valid, num_kept = summed
-    valid = valid & (codes >= 0)
-    counts, sums = sums_by_code(flat, torch.where(valid, codes, -1), book.codes.shape[-2])
+    counted = torch.where(valid, codes, -1)
+    counts, sums = sums_by_code(flat, counted, book.codes.shape[-2])
     shaped = counts.reshape(book.counts.shape), sums.reshape(book.codes.shape)
-    found = Stats(*shaped, num_kept, num_kept - valid.to(flat.dtype).sum())
+    found = Stats(*shaped, num_kept, num_kept - counts.sum())
     if key is None:
         return found
-    drawn, hits = rows.draw(key, book.codes.shape[-2], flat, kept, valid, row_offset)
+    drawn, hits = rows.draw(key, book.codes.shape[-2], flat, kept, counted >= 0, row_offset)
     return replace(found, drawn=drawn.reshape(book.codes.shape), hits=hits.reshape(book.counts.shape))
 
 

@@ -10,7 +10,7 @@ import pytest
 from tests.bench import vq
 
 ROOT = Path(__file__).parents[3]
-SMALL = "--rows 256 --codes 16 --means 8 --iterations 2 --seeds 1 --repeats 1 --out 16 --width 64".split()
+SMALL = "--rows 256 --codes 16 --means 8 --iterations 2 --seeds 1 --repeats 1 --out 64 --width 64".split()
 
 
 @pytest.mark.slow

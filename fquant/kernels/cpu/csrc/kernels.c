@@ -394,13 +394,18 @@ EXPORT int64_t fquant_update(int isa, int threads, const Update *u) {
 #include "panels.h"
 
 /* The `top` codes [sets, k, d] of largest x·c - half for rows x [sets, n, d], best first: index and score
-   [sets, n, top]; -1 and -infinity for rows without a finite score. */
+   [sets, n, top]; -1 and -infinity for rows without a finite score. Returns 1, and computes nothing, if a code is not
+   finite or a half is NaN: a score that is NaN would not be seen beside a finite one. */
 EXPORT int64_t fquant_nearest(int isa, int threads, const float *x, const float *codes, const float *half, int64_t sets,
                               int64_t n, int64_t k, int64_t d, int64_t top, int64_t *index, float *score) {
     const Kernels *kernels = &available[isa].kernels;
     Table table;
     float *room = panels(codes, half, sets, k, d, kernels->panel, &table);
     if (!room) return -1;
+    if (table.unordered) {
+        free(room);
+        return 1;
+    }
     int64_t rows = top == 1 ? NEAR : MAX(SIX, MIN(NEAR, SCORES / table.padded / SIX * SIX));
     Nearest work = {table, x, index, score, n, rows, (int)top};
     size_t scratch = (size_t)(2 * top * NEAR + NEAR * d + (top > 1 ? rows * table.padded : 0)) * 4;

@@ -192,7 +192,7 @@ typedef struct { /* `count` updates of n elements each: changes f32[n], or if `a
 enum { NEAR = 48 };        /* rows in a unit: a multiple of SIX and of all vectors */
 enum { SLICE = 4096 };      /* floats of panels that a unit's rows are multiplied with in turn */
 enum { SCORES = 1 << 18 }; /* scores of a unit that are kept for more than one code a row */
-typedef struct { const float *panels, *half; int64_t padded, d; } Table;
+typedef struct { const float *panels, *half; int64_t padded, d; int unordered; } Table; /* if scores can be NaN */
 typedef struct { Table table; const float *x; int64_t *index; float *score; int64_t n, rows; int top; } Nearest;
 
 /* The search for codes u8[n, stages] of groups x [n, d], and the sums of residuals (beam_search.h). */

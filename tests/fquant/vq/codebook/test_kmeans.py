@@ -62,6 +62,11 @@ def test_an_empty_cluster_keeps_its_mean_and_has_the_count_of_a_new_code():
     torch.testing.assert_close(after.codes, got.codes, rtol=1e-4, atol=0)
 
 
+def moved(book, x, split):
+    """Return ``book`` after one iteration."""
+    return replace(book, codes=module._means(book, vq.stats(book, x, vq.encode(book, x)), split))
+
+
 def test_empty_clusters_are_put_beside_large_ones():
     far = torch.tensor([[0.0, 0, 0], [100, 0, 0], [0, 100, 0]])
     x = torch.cat([far[0] + rows(400, D), far[1] + rows(40, D, seed=1), far[2] + rows(9, D, seed=2)])
@@ -71,10 +76,10 @@ def test_empty_clusters_are_put_beside_large_ones():
     assert (found.counts == 0).sum() == 5
     parted = from_one
     for step in range(12):
-        parted = module._move_to_means(parted, vq.stats(parted, x, vq.encode(parted, x)), split=step < 11)
+        parted = moved(parted, x, split=step < 11)
     kept = from_one
     for _ in range(12):
-        kept = module._move_to_means(kept, vq.stats(kept, x, vq.encode(kept, x)), split=False)
+        kept = moved(kept, x, split=False)
     assert (vq.stats(parted, x, vq.encode(parted, x)).counts > 0).all()
     assert distortion(parted, x) < 0.6 * distortion(kept, x)
 
@@ -96,10 +101,10 @@ def test_what_is_split_is_of_unit_length_and_nothing_is_after_the_last_iteration
     once, kept = (vq.kmeans(book, x, random.key(2), 1, split=split) for split in (True, False))
     assert torch.equal(once.codes, kept.codes) and (vq.stats(kept, x, vq.encode(kept, x)).counts == 0).any()
     found = vq.stats(book, x, torch.zeros(36, dtype=torch.int64))
-    moved = module._move_to_means(book, found, split=True).codes
-    assert ((moved - book.codes).abs().amax(-1) > 1e-5).sum() == 2
+    means = module._means(book, found, split=True)
+    assert ((means - book.codes).abs().amax(-1) > 1e-5).sum() == 2
     if metric == "cosine":
-        torch.testing.assert_close(moved.norm(dim=-1), torch.ones(12), rtol=1e-6, atol=0)
+        torch.testing.assert_close(means.norm(dim=-1), torch.ones(12), rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("metric", ["euclidean", "cosine"])
