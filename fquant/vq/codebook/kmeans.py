@@ -19,7 +19,7 @@ from ..quantized import Mask, Psum
 from . import rows
 from .book import Book
 from .encode import encode
-from .update import Stats, as_summed, check_float32, drawn_rows, stats_of
+from .update import Stats, as_summed, check_float32, drawn_rows, stats_of_summed
 
 SPLIT_DISTANCE = 1 / 1024  # of the two copies of a mean, relative to it
 
@@ -53,11 +53,11 @@ def kmeans(
     check_float32(book)
     summed = as_summed(book, x, kept)
     no_codes = torch.zeros_like(summed[1], dtype=torch.int64)
-    start = psum(stats_of(book, summed, no_codes, kept, random.fold(key, "start"), row_offset))
+    start = psum(stats_of_summed(book, summed, no_codes, kept, random.fold(key, "start"), row_offset))
     drawn, hit = drawn_rows(start)
     book = replace(book, codes=torch.where(hit[..., None], drawn, book.codes))
     for step in range(iterations):
-        found = psum(stats_of(book, summed, rows.flatten_heads(book, encode(book, x))))
+        found = psum(stats_of_summed(book, summed, rows.flatten_heads(book, encode(book, x))))
         book = replace(book, codes=_means(book, found, split and step < iterations - 1))
     counts = found.counts.clamp(min=1)
     book = replace(book, counts=counts, sums=book.codes * counts[..., None])

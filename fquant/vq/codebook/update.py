@@ -62,22 +62,23 @@ def stats(
     if row_offset is not None and key is None:
         raise ValueError("row_offset: got numbers of rows, which only drawing needs, and no key; give both or none")
     kept = rows.flat_mask(book, mask, x)
-    return stats_of(book, as_summed(book, x, kept), rows.flatten_heads(book, codes), kept, key, row_offset)
+    return stats_of_summed(book, as_summed(book, x, kept), rows.flatten_heads(book, codes), kept, key, row_offset)
 
 
 def as_summed(book: Book, x: Tensor, kept: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return rows ``x`` f[... D] as :func:`stats_of` adds them: [h n D], bool[h n] of finite ones, and their number.
+    """Return rows ``x`` f[... D] as they are summed: [h n D], bool[h n] of finite ones, and their number.
 
-    The number f32[] is that of the rows that ``kept`` bool[h n] selects, finite or not. Other rows are zeros.
+    The number f32[] is that of the rows that ``kept`` bool[h n] selects, finite or not. Other rows are zeros. Nothing
+    carries a gradient, also not of what an affine book averages.
     """
     flat = rows.at_least_float32(rows.flatten_heads(book, x.detach(), 1)).to(book.codes.dtype)
     flat, valid = rows.zero_invalid(flat, kept)
     num_kept = flat.new_full((), valid.numel()) if kept is None else kept.to(flat.dtype).sum()
     mapped = as_codes(book, flat)
-    return flat if mapped is flat else torch.where(valid[..., None], mapped, 0), valid, num_kept
+    return flat if mapped is flat else torch.where(valid[..., None], mapped.detach(), 0), valid, num_kept
 
 
-def stats_of(
+def stats_of_summed(
     book: Book,
     summed: tuple[Tensor, Tensor, Tensor],
     codes: Tensor,

@@ -118,8 +118,9 @@ def of_kills(found: kills.Found, wanted: int) -> Part:
 def _throughput(options: Options, root: Path) -> Part:
     found = throughput.measure(root / "throughput", 60 * options.minutes, options.every, _say)
     parts = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in found.medians().items())
+    rates = lambda some: ", ".join(f"{rate:.1f}" for rate in some)
     figures = [
-        f"{found.alone:.2f} steps a second alone, {found.disturbed:.2f} with a fault every {options.every:g} s",
+        f"steps a second: {rates(found.alone)} alone, {rates(found.disturbed)} with a fault every {options.every:g} s",
         f"a fault: {parts}; imports alone take {found.imports:.1f} s",
     ]
     return Part("throughput", figures, [Wanted(f"{found.kept:.2f} kept, at least 0.9", found.kept >= 0.9)])

@@ -1,7 +1,8 @@
 """Steps a second of a run of which a rank is killed every so many seconds, over those of a run that is not disturbed.
 
-Both run on two ranks for as long, in turns, from their first step on, and the steps of whole checkpoints count. For
-each fault the time until the next step is split:
+Both run on two ranks for as long, in turns, from their first step on, and the steps of whole checkpoints count. What is
+kept is the median of the ratios of two turns that follow one another, because the speed of a machine drifts. For each
+fault the time until the next step is split:
 
     named      from the death to the launcher's line that names the rank; the others are stopped then
     started    to run.json of the next start: processes, imports, the model, the data, and the base
@@ -25,22 +26,22 @@ from .job import Job, Running
 
 MESH = "fsdp=2"
 FOREVER = 1_000_000  # steps
-TURNS = 2  # of each run, as the speed of a machine drifts
+TURNS = 4  # of each run
 
 
 @dataclass
 class Found:
     """Steps a second without and with faults, and the seconds of each part of each fault."""
 
-    alone: float = 0.0
-    disturbed: float = 0.0
+    alone: list[float] = field(default_factory=list)  # of each turn
+    disturbed: list[float] = field(default_factory=list)
     imports: float = 0.0
     parts: dict[str, list[float]] = field(default_factory=dict)
 
     @property
     def kept(self) -> float:
         """Return the part of the steps that is left."""
-        return self.disturbed / self.alone
+        return median(disturbed / alone for disturbed, alone in zip(self.disturbed, self.alone, strict=True))
 
     def medians(self) -> dict[str, float]:
         """Return the median seconds of each part."""
@@ -55,10 +56,9 @@ def measure(root: Path, seconds: float, every: float, say: Callable[[str], objec
     found.imports = time.monotonic() - began
     with job.killed_at_end(started):
         for turn in range(TURNS):
-            for name, between in (("alone", math.inf), ("disturbed", every)):
-                rate = _take(work, root / f"{name}-{turn}", seconds / TURNS, between, started, found)
-                setattr(found, name, getattr(found, name) + rate / TURNS)
-                say(f"{name}: {rate:.2f} steps a second")
+            for name, between, rates in (("alone", math.inf, found.alone), ("disturbed", every, found.disturbed)):
+                rates.append(_take(work, root / f"{name}-{turn}", seconds / TURNS, between, started, found))
+                say(f"{name}: {rates[-1]:.2f} steps a second")
     return found
 
 

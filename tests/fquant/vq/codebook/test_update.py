@@ -254,6 +254,19 @@ def test_nothing_is_written_over():
     )  # a recomputation does not update
 
 
+@pytest.mark.parametrize("options", [{}, {"metric": "cosine"}, {"affine": True}, {"learnable": True}], ids=str)
+def test_stats_carry_no_gradient(options):
+    """Also not of what an affine book averages; so the gradient of a step with respect to the state is defined."""
+    b, x = book(**options), rows(9, D)
+    b = vq.shift(b, vq.moments(b, rows(50, D, seed=3))) if b.affine else b
+    f = lambda b, x: vq.stats(b, x, vq.encode(b, x), key=random.key(0))
+    total = lambda b, x: sum(t.sum() for t in tree.leaves(f(b, x)))
+    slopes = torch.func.grad(total, (0, 1))(b, x)
+    assert total(b, x) != 0 and all(not t.any() for t in tree.leaves(slopes))
+    loss = lambda b, x: vq.mean(vq.apply(b, x).losses["commitment"])
+    assert torch.func.grad(loss, (0, 1))(b, x)[1].any()
+
+
 def test_perplexity():
     counts = torch.zeros(2, K)
     counts[0, :4], counts[1, 7] = 5, 9
