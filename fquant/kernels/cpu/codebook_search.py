@@ -1,4 +1,4 @@
-"""Searches in codebooks on the CPU, in float32, by csrc/nearest.h and csrc/beam_search.h, and sums of rows by code."""
+"""Searches in codebooks and sums by code on the CPU, in float32: csrc/nearest.h, beam_search.h and sums_by_code.h."""
 
 from collections.abc import Sequence
 

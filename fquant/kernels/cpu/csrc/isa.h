@@ -39,6 +39,7 @@ static void NAME(halves)(const float *restrict x, int64_t n, int dtype, void *re
 #include "moments.h"
 #include "nearest.h"
 #include "beam_search.h"
+#include "sums_by_code.h"
 
 #undef BY_HALF
 #undef FMA

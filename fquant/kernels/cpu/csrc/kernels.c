@@ -114,8 +114,8 @@ INLINE int64_t turned_apart(int64_t n) { return padded_to(n, 16) + 16; } /* floa
     {encode_##BASE, decode_##BASE, gemv_##BASE, pack_##BASE, matmul_##ISA, pack_t_##BASE, matmul_t_##ISA, fold_##BASE, \
      draw_##BASE, loss_##BASE, norm_##BASE, pointwise_##BASE, attention_##ISA, cached_##BASE, dense_matmul_##BASE,     \
      update_##BASE, quantize_rows_##BASE, integer_rows_##ISA, few_integers_##BASE, nearest_##BASE, beam_search_##BASE,  \
-     stage_sums_##BASE, sums_by_code_##BASE, load_##BASE, attention_room_##ISA, COLUMNS_##BASE, LANES_##BASE, PANEL_##BASE,                 \
-     LEAST_ROWS_##ISA, MOST_ROWS_##ISA, TILES_##ISA, BF16, BYTES_##BASE}
+     stage_sums_##BASE, sums_by_code_##BASE, load_##BASE, attention_room_##ISA, COLUMNS_##BASE, LANES_##BASE,        \
+     PANEL_##BASE, LEAST_ROWS_##ISA, MOST_ROWS_##ISA, TILES_##ISA, BF16, BYTES_##BASE}
 #define PASTE(a, b) a##_##b
 #define EXPANDED(a, b) PASTE(a, b)
 #define NAME(x) EXPANDED(x, ISA)

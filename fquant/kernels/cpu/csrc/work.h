@@ -200,6 +200,6 @@ enum { SUMMED_ROWS = 8192 }; /* groups that are added in turn */
 typedef struct { Table table; const float *x, *near, *vectors; uint8_t *codes; int64_t n, d, stages; int beam; } Beam;
 typedef struct { const float *x, *mass, *vectors; const uint8_t *codes; double *parts; int64_t n, d, m, stages, stage; } Sums;
 
-/* The number and the sum of the rows x [sets, n, d] of each of k codes [sets, n]. */
+/* The number and the sum of the rows x [sets, n, d] of each of k codes [sets, n] (sums_by_code.h). */
 enum { SUMMED_COLUMNS = 64 }; /* of a unit */
 typedef struct { const float *x; const int64_t *codes; float *counts, *sums; int64_t n, d, k; int beyond; } ByCode;

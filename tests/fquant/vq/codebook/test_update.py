@@ -1,5 +1,6 @@
 """Updates of a book: stats against a loop in float64, masks, rows that are not finite, and dead codes."""
 
+import shutil
 from dataclasses import replace
 from functools import partial
 
@@ -14,6 +15,8 @@ K, D = 11, 4
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 LOSSES = ("commitment", "cross_entropy", "diversity", "orthogonal")
 NAN, INF = float("nan"), float("inf")
+needs_compiler = pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="no compiler of C++")
+COMPILED = pytest.param(partial(jit, compile=True), marks=needs_compiler)
 
 
 def rows(*shape, seed=0):
@@ -275,7 +278,7 @@ def test_perplexity():
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("wrap", [lambda f: f, jit, partial(jit, compile=True)], ids=["plain", "jit", "compile"])
+@pytest.mark.parametrize("wrap", [lambda f: f, jit, COMPILED], ids=["plain", "jit", "compile"])
 def test_finite_rows(dtype, wrap):
     """As isfinite and all, which torch.compile keeps; of (x * 0).sum(-1) == 0 it makes True."""
     ends = torch.finfo(dtype)
