@@ -31,20 +31,27 @@ INLINE void NAME(store)(const float *sums, int64_t n, int dtype, void *y, int64_
     NAME(halves)(sums, n, dtype, y, at);
 }
 
-/* sums [rows][vecs] += (= if fresh) a sliver of rows times a panel, for n words. The ints are constants. */
-INLINE void NAME(micro)(const uint32_t *sliver, int64_t apart, const uint32_t *panel, int64_t n, int rows, int vecs,
-                        int half, int fresh, float *sums) {
+/* sums [rows][vecs] += (= if fresh) a sliver of rows times a panel, for n words that are `next` apart. The ints are
+   constants. */
+INLINE void NAME(micro_apart)(const uint32_t *sliver, int64_t apart, const uint32_t *panel, int64_t next, int64_t n, int rows,
+                              int vecs, int half, int fresh, float *sums) {
     Lanes part[SUMS][VECS], *total = (Lanes *)sums;
     UNROLLED(r, rows) UNROLLED(v, vecs) part[r][v] = fresh ? (Lanes){0} : total[r * vecs + v];
     for (int64_t k = 0; k < n; k++) {
         Lanes w[VECS];
-        UNROLLED(v, vecs) w[v] = ((const Lanes *)panel)[k * vecs + v];
+        UNROLLED(v, vecs) memcpy(&w[v], panel + k * next + v * LANES, sizeof w[v]);
         UNROLLED(r, rows) {
             Lanes by = (Lanes)(sliver[r * apart + k] - (Bits){0});
             UNROLLED(v, vecs) part[r][v] = half ? DOT(w[v], by, part[r][v]) : FMA(w[v], by, part[r][v]);
         }
     }
     UNROLLED(r, rows) UNROLLED(v, vecs) total[r * vecs + v] = part[r][v];
+}
+
+/* The same for a panel that is packed. */
+INLINE void NAME(micro)(const uint32_t *sliver, int64_t apart, const uint32_t *panel, int64_t n, int rows, int vecs,
+                        int half, int fresh, float *sums) {
+    NAME(micro_apart)(sliver, apart, panel, vecs * LANES, n, rows, vecs, half, fresh, sums);
 }
 
 /* Transpose LANES rows of LANES words, and store the first `count` columns as rows of `out`. */
@@ -116,7 +123,7 @@ INLINE void NAME(by_rows)(const Gemm *p, int64_t unit, uint32_t *scratch, int ha
             scratch[r * APART + words - 1] = 0; /* of which n may fill one half */
             NAME(factors)(&p->w, row + r, slab * each, n, p->dtype, half, scratch + r * APART);
         }
-        const int64_t at_once = NAME(TILES) && half ? SLAB : STEPS;
+        const int64_t at_once = in_place || (NAME(TILES) && half) ? SLAB : STEPS;
         NAME(Ahead) ahead = {0};
         if (!p->w.bits && !in_place) ahead = NAME(ahead_of)(p, row, slab, each);
         const int64_t share = ahead.all * SUMS / (((words + at_once - 1) / at_once) * p->m * group / LANES) + 1;
@@ -233,13 +240,14 @@ INLINE void NAME(stripe_pairs)(const Gemm *p, int64_t row, int64_t k, int64_t co
 }
 #endif
 
-/* sums [count][PANEL] += (= if fresh) `count` rows of g times a panel, for n words. fresh is a constant. */
-INLINE void NAME(add_panel)(const uint32_t *x, int64_t apart, int64_t count, const uint32_t *panel, int64_t n, int half,
-                            int fresh, float *sums) {
-    if (NAME(TILES) && half) NAME(add_half_tiles)(x, apart, count, panel, VECS, n, fresh, sums);
+/* sums [count][PANEL] += (= if fresh) `count` rows of g times a panel, for n words. fresh is a constant. A panel whose
+   words are `next` apart is a part of a weight that is not packed. */
+INLINE void NAME(add_panel)(const uint32_t *x, int64_t apart, int64_t count, const uint32_t *panel, int64_t next, int64_t n,
+                            int half, int fresh, float *sums) {
+    if (NAME(TILES) && half) NAME(add_half_tiles)(x, apart, count, panel, VECS, n, fresh, sums); /* packed */
     else for (int64_t m = 0, rows; m < count; m += rows) {
         rows = MIN(SUMS / VECS, count - m);
-#define ROWS(N) case N: NAME(micro)(x + m * apart, apart, panel, n, N, VECS, half, fresh, sums + m * PANEL); break;
+#define ROWS(N) case N: NAME(micro_apart)(x + m * apart, apart, panel, next, n, N, VECS, half, fresh, sums + m * PANEL); break;
         switch (rows) { ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6) }
 #undef ROWS
     }
@@ -259,20 +267,33 @@ INLINE void NAME(panels)(const Gemm *p, int64_t start, int64_t n, int64_t column
             NAME(stripe)(p, (start + k) * each, k, column, width, depth, half, w);
 }
 
-/* Multiply all of g with a stripe of the weight's columns. */
+/* Multiply all of g with a stripe of the weight's columns. Few rows read a weight in float32 where it is. Lines of g that
+   is not packed are in other pages, so they are asked for two slivers ahead, while the first panel is multiplied. */
 INLINE void NAME(by_columns)(const Gemm *p, int64_t unit, uint32_t *scratch, int half) {
+    enum { HIGH = SUMS / VECS }; /* of a sliver */
     int64_t column = unit * STRIPE, width = MIN(STRIPE, p->w.width - column), apart = p->copy ? p->apart : p->words;
     int64_t panels = (width + PANEL - 1) / PANEL;
     uint32_t *w = scratch;
     float *sums = (float *)(scratch + STRIPE * STEPS);
+    const int in_place = !p->w.bits && !half && p->dtype == F32 && width == STRIPE && p->m <= 4 * HIGH;
     memset(sums, 0, (size_t)(p->m * STRIPE * 4));
     for (int64_t start = 0; start < p->words; start += STEPS) {
-        int64_t n = MIN(STEPS, p->words - start);
-        NAME(panels)(p, start, n, column, width, STEPS, half, w);
+        int64_t n = MIN(STEPS, p->words - start), lines = (n * 4 + 63) / 64;
+        const uint32_t *dense = (const uint32_t *)p->w.codes + start * p->w.width + column;
+        NAME(Ahead) ahead = {(const uint8_t *)p->x + start * 4, p->words * 4, lines, p->copy ? 0 : p->m * lines, 0};
+        if (!in_place) NAME(panels)(p, start, n, column, width, STEPS, half, w);
         const uint32_t *x = (const uint32_t *)p->x + start;
         if (p->copy) x = (const uint32_t *)p->copy + start / SLAB * p->m * apart + start % SLAB;
-        for (int64_t j = 0; j < panels; j++)
-            NAME(add_panel)(x, apart, p->m, w + j * STEPS * PANEL, n, half, 0, sums + j * p->m * PANEL);
+        for (int64_t j = 0; j < panels; j++) {
+            const uint32_t *panel = in_place ? dense + j * PANEL : w + j * STEPS * PANEL;
+            int64_t next = in_place ? p->w.width : PANEL, m = 0;
+            float *to = sums + j * p->m * PANEL;
+            for (; j == 0 && ahead.next < ahead.all; m += HIGH) {
+                NAME(fetch)(&ahead, (m ? 1 : 2) * HIGH * lines);
+                NAME(add_panel)(x + m * apart, apart, MIN(HIGH, p->m - m), panel, next, n, half, 0, to + m * PANEL);
+            }
+            NAME(add_panel)(x + m * apart, apart, p->m - m, panel, next, n, half, 0, to + m * PANEL);
+        }
     }
     for (int64_t m = 0; m < p->m; m++)
         for (int64_t j = 0; j < panels; j++)
@@ -318,7 +339,7 @@ INLINE void NAME(by_short_columns)(const Gemm *p, int64_t unit, uint32_t *scratc
                 }
                 continue;
             }
-            NAME(add_panel)(x + first * apart, apart, count, panel, n, half, 1, sums);
+            NAME(add_panel)(x + first * apart, apart, count, panel, PANEL, n, half, 1, sums);
             for (int64_t m = 0; m < count; m++)
                 NAME(store)(sums + m * PANEL, there, p->dtype, p->y, (first + m) * p->w.width + at);
         }
