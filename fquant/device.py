@@ -58,6 +58,12 @@ def finish_writes(t: Tensor) -> None:
         torch.cuda.synchronize()
 
 
+def memory_of(t: Tensor) -> Tensor:
+    """Return the memory of the contiguous ``t``, u8[nbytes]. The stride of one element alone is ignored."""
+    flat = t.reshape(()).reshape(1) if t.numel() == 1 else t.reshape(-1)
+    return flat.view(torch.uint8)
+
+
 def why_no_cuda() -> str:
     """Return why torch cannot use CUDA in this process, or an empty text if it can."""
     if not torch.backends.cuda.is_built():

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fquant import tree
 from fquant.communication import Loadable
-from fquant.device import HOST
+from fquant.device import HOST, memory_of
 from fquant.tree import node, static
 
 ALIGN = 64
@@ -114,7 +114,7 @@ def view(part: Tensor, buffer: Buffer) -> Tensor:
 
 def raw(t: Tensor) -> Tensor:
     """Return the bytes u8[nbytes] of a tensor."""
-    return t.detach().contiguous().reshape(-1).view(torch.uint8)
+    return memory_of(t.detach().contiguous())
 
 
 def round_up(n: int, to: int) -> int:

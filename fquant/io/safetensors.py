@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..device import HOST, finish_writes
+from ..device import HOST, finish_writes, memory_of
 from ..kernels.dispatch import empty
 from ..lazy import Lazy
 from ..tree import at, expect
@@ -287,4 +287,4 @@ def _check_byte_order() -> None:
 def _bytes(tensor: Tensor) -> memoryview:
     """Return the memory of a contiguous CPU tensor."""
     _check_byte_order()
-    return tensor.reshape(-1).view(torch.uint8).numpy().data
+    return memory_of(tensor).numpy().data

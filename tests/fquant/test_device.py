@@ -1,5 +1,6 @@
-"""Tests of fquant.device: the texts of devices, and what a machine or a job makes of them."""
+"""Tests of fquant.device: the texts of devices, what a machine or a job makes of them, and the memory of tensors."""
 
+import math
 import re
 import warnings
 
@@ -7,7 +8,10 @@ import pytest
 import torch
 
 from fquant import device
-from fquant.device import HOST, parse
+from fquant.device import HOST, memory_of, parse
+from fquant.io import safetensors
+from shard.bundle import raw
+from tests.helpers.arrays import same_bits
 
 MESSAGE = "CUDA initialization: The NVIDIA driver on your system is too old (found version 11040). Please update it"
 
@@ -100,3 +104,27 @@ def test_an_old_driver_is_named(machine, monkeypatch):
     assert device.why_no_cuda() == MESSAGE
     with pytest.raises(ValueError, match=re.escape(f"device: got cuda, but {MESSAGE}; use cpu or auto")):
         parse("cuda")
+
+
+ONE = {
+    "a column of one row": torch.tensor([[1.5, 2.5]])[:, 0],
+    "an imaginary part": torch.tensor([1 + 2j]).imag,
+    "of a matrix": torch.arange(6.0).view(2, 3)[1:, 1:2],
+    "no dims": torch.tensor(3.0),
+    "broadcast": torch.tensor([4.0]).expand(1, 1),
+}
+
+
+@pytest.mark.parametrize("t", ONE.values(), ids=ONE)
+def test_the_memory_of_one_element_has_its_bytes(t, tmp_path):
+    """An element alone is contiguous with any stride, but torch refuses to view it as bytes."""
+    values = torch.tensor(t.tolist())
+    assert memory_of(t).tolist() == list(values.numpy().tobytes()) == raw(t).tolist()
+    safetensors.save(tmp_path / "x", {"t": t, "beside": torch.ones(2)})
+    assert same_bits(safetensors.load(tmp_path / "x")["t"], values)
+
+
+@pytest.mark.parametrize("shape", [(0,), (3, 0), (2, 3), (5,)])
+def test_the_memory_of_a_tensor_has_its_bytes(shape):
+    t = torch.arange(math.prod(shape)).reshape(shape)
+    assert memory_of(t).tolist() == list(t.numpy().tobytes())

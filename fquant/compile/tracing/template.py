@@ -22,7 +22,7 @@ from torch.fx import Node
 from torch.fx.node import map_aggregate, map_arg
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ...device import META
+from ...device import META, memory_of
 from ...kernels.dispatch import is_lazy
 from ..graph import PLACE, tensors
 from .tracer import Recorder
@@ -158,7 +158,7 @@ def _equal(recorder: Recorder, *constants: Node) -> bool:
         return a is b
     with _plainly():
         same = a.dtype == b.dtype and a.shape == b.shape
-        return same and torch.equal(*(t.reshape(-1).view(torch.uint8) for t in (a, b)))
+        return same and torch.equal(*map(memory_of, (a, b)))
 
 
 @contextmanager
