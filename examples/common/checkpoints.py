@@ -69,18 +69,18 @@ def begin(
 ) -> Writing:  # fmt: skip
     """Begin to write the state after ``done`` steps, and finish the checkpoint ``after`` which it comes.
 
-    The last ``keep`` stay, and that of the last step at which ranks were ``verified``.
+    The last ``keep`` before it stay, and that of the last step at which ranks were ``verified``.
     """
-    writing = shard.checkpoint.begin(step_folder(folder, done), state, mesh, rules, after)
-    _keep(folder, keep, verified)
-    return writing
+    first = _keep(folder, keep, verified)
+    return shard.checkpoint.begin(step_folder(folder, done), state, mesh, rules, after, first)
 
 
 def finish(folder: Path, writing: Writing | None, keep: int, verified: int) -> None:
-    """Wait for the last checkpoint, if there is one, and keep those of :func:`begin`."""
+    """Wait for the last checkpoint, if there is one, and keep those of :func:`begin` and itself."""
     if writing is not None:
         shard.checkpoint.finish(writing)
-        _keep(folder, keep, verified)
+        if dist.get_rank() == 0:
+            _keep(folder, keep, verified)()
 
 
 def drop(folder: Path, writing: Writing | None, verified: int) -> int:
@@ -93,9 +93,8 @@ def drop(folder: Path, writing: Writing | None, verified: int) -> int:
     return max((step for step in found if step <= verified), default=0)
 
 
-def _keep(folder: Path, last: int, verified: int) -> None:
-    if dist.get_rank() == 0:
-        shard.checkpoint.keep(folder_of(folder), last, (verified,))
+def _keep(folder: Path, last: int, verified: int) -> Callable[[], None]:
+    return partial(shard.checkpoint.keep, folder_of(folder), last, (verified,))
 
 
 def load(folder: Path, like: Any, mesh: DeviceMesh, rules: shard.Rules) -> Any:

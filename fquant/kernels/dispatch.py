@@ -4,6 +4,7 @@
 one warning, unless the variable names it.
 """
 
+import hashlib
 import os
 import warnings
 from collections.abc import Callable, Sequence
@@ -98,6 +99,15 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device = HOST)
 
         return library.empty(*shape, dtype=dtype)
     return torch.empty(tuple(shape), dtype=dtype, device=device)
+
+
+def sha256(buffers: Sequence[memoryview]) -> list[bytes]:
+    """Return the SHA-256 of each of ``buffers``; those of many together take C less time than one after the other."""
+    if isinstance(_load("cpu"), ModuleType):
+        from .cpu import sha256
+
+        return sha256.digests(buffers)
+    return [hashlib.sha256(buffer).digest() for buffer in buffers]
 
 
 @cache

@@ -6,6 +6,7 @@ than to copy the values. So a run makes it once, and its later checkpoints take 
     head of the file | bytes of each tensor, as in ``pieces`` | ...
 """
 
+import ctypes
 import hashlib
 import json
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fquant import tree
-from fquant.device import HOST
+from fquant.device import HOST, memory_of
 from fquant.io import safetensors, tree_json
 
 from ..rules import Rules
@@ -78,9 +79,14 @@ def copy(plan: Plan, local: list[Tensor], memory: Tensor | None) -> Tensor:
     """Return the bytes behind the head, u8[n] on the host, in ``memory`` if it has that size."""
     if memory is None or memory.nbytes != plan.nbytes:
         memory = torch.empty(plan.nbytes, dtype=torch.uint8, device=HOST)
-    flat = [t.detach().reshape(-1).view(torch.uint8) for t in local]
     for piece in plan.pieces:
-        memory[piece.at : piece.at + piece.nbytes].copy_(flat[piece.leaf][piece.start : piece.start + piece.nbytes])
+        leaf = local[piece.leaf]
+        if leaf.device == HOST and not leaf.is_neg():
+            # on one thread, as torch's threads wait for more work longer than the copy takes
+            ctypes.memmove(memory.data_ptr() + piece.at, leaf.data_ptr() + piece.start, piece.nbytes)
+        else:
+            values = memory_of(leaf.detach())[piece.start : piece.start + piece.nbytes]
+            memory[piece.at : piece.at + piece.nbytes].copy_(values)
     return memory
 
 

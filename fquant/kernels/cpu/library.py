@@ -143,6 +143,7 @@ def load() -> ctypes.CDLL:
         "stage_sums": [*[Pointer] * 4, *[Long] * 5, Pointer],
         "sums_by_code": [*[Pointer] * 2, *[Long] * 4, *[Pointer] * 2],
         "update": [ctypes.POINTER(Update)],
+        "sha256": [Pointer, Pointer, Long, Pointer],
     }
     structures = (Packed, Encoding, Pointwise, Step, Read, Attention, Rounding, Moment, Update)
     wanted = [*map(ctypes.sizeof, structures), len(OPS), PIECE, MOST_DIM]

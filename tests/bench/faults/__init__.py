@@ -62,9 +62,9 @@ class Options:
     """Of costs: the model, and the tokens of a step."""
     dtype: Literal["bf16", "f32"] = "bf16"
     """Of costs: of the residual stream; bf16 is slow on a CPU without products for it."""
-    block: int = 8
+    block: int = 1
     """Of costs: steps of a turn."""
-    turns: int = 9
+    turns: int = 40
     """Of costs: turns of each contestant."""
     seed: int = 0
     """Of faults and damages."""

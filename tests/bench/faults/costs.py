@@ -1,8 +1,9 @@
 """The cost of ordered sums, and of a checkpoint every step, on the step of tests/bench/step.
 
-The contestants are in the same processes and take turns of several steps each, the first in another place each time. A
-ratio is the median over turns of the time of one over that of plain steps in the same turn. A turn with checkpoints
-begins behind one that is being written, and does not wait for its own last one. So each step has one written beside it.
+The contestants are in the same processes and take turns of one step or several, the first in another place each time. A
+ratio is the median over turns of the time of one over that of plain steps in the same turn. Turns of one step compare
+neighbours, so that a machine whose speed drifts over seconds gives the same ratios. A turn with checkpoints begins
+behind one that is being written, and does not wait for its own last one. So each step has one written beside it.
 """
 
 import time

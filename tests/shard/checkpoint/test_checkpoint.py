@@ -370,6 +370,26 @@ def test_a_kill_leaves_whole_checkpoints_and_temporary_folders(tmp_path, alone):
         assert sorted(p.name for p in root.iterdir()) == sorted(f"step-{step}" for step in found)
 
 
+def kept(root):
+    mesh, former, found = shard.mesh(fsdp=2), None, list[list[int]]()
+
+    def first():
+        found.append(checkpoint.steps(root))
+        checkpoint.keep(root, last=1)
+        if len(found) == 4:
+            raise OSError("not permitted")
+
+    for i in range(4):
+        former = checkpoint.begin(f"{root}/step-{i}", {"a": torch.ones(3)}, mesh, shard.Rules(), former, first=first)
+    with pytest.raises(ValueError, match=r"step-3: not permitted"):
+        checkpoint.finish(former)  # type: ignore[arg-type]
+    return found, checkpoint.steps(root)
+
+
+def test_old_checkpoints_are_removed_before_a_new_one_is_written(tmp_path):
+    assert ranks.run(2, kept, str(tmp_path)) == [([[], [0], [0, 1], [1, 2]], [2]), ([], [2])]
+
+
 def test_the_last_and_the_best_are_kept(tmp_path, alone):
     for step in range(5):
         checkpoint.save(tmp_path / f"step-{step}", {"a": torch.ones(1)}, *alone)

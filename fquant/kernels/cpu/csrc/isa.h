@@ -40,6 +40,7 @@ static void NAME(halves)(const float *restrict x, int64_t n, int dtype, void *re
 #include "nearest.h"
 #include "beam_search.h"
 #include "sums_by_code.h"
+#include "sha256.h"
 
 #undef BY_HALF
 #undef FMA

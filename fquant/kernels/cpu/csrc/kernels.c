@@ -54,6 +54,7 @@ typedef struct { /* what an instruction set provides */
         quantize_rows, integer_rows, few_integers, nearest, beam_search, stage_sums, sums_by_code;
     void (*load)(const void *x, int dtype, int64_t n, int form, void *out); /* x in the form of `gemv` */
     size_t (*attention_room)(const Attention *a); /* bytes of scratch */
+    void (*sha256)(const Hashed *p);
     int columns;      /* rows of x up to which `gemv` is used */
     int lanes, panel; /* words of a vector, and of a panel */
     int least_rows, most_rows; /* of a weight in a unit of matmul: multiples of all slivers */
@@ -114,8 +115,8 @@ INLINE int64_t turned_apart(int64_t n) { return padded_to(n, 16) + 16; } /* floa
     {encode_##BASE, decode_##BASE, gemv_##BASE, pack_##BASE, matmul_##ISA, pack_t_##BASE, matmul_t_##ISA, fold_##BASE, \
      draw_##BASE, loss_##BASE, norm_##BASE, pointwise_##BASE, attention_##ISA, cached_##BASE, dense_matmul_##BASE,     \
      update_##BASE, quantize_rows_##BASE, integer_rows_##ISA, few_integers_##BASE, nearest_##BASE, beam_search_##BASE,  \
-     stage_sums_##BASE, sums_by_code_##BASE, load_##BASE, attention_room_##ISA, COLUMNS_##BASE, LANES_##BASE,        \
-     PANEL_##BASE, LEAST_ROWS_##ISA, MOST_ROWS_##ISA, TILES_##ISA, BF16, BYTES_##BASE}
+     stage_sums_##BASE, sums_by_code_##BASE, load_##BASE, attention_room_##ISA, sha256_##BASE, COLUMNS_##BASE,       \
+     LANES_##BASE, PANEL_##BASE, LEAST_ROWS_##ISA, MOST_ROWS_##ISA, TILES_##ISA, BF16, BYTES_##BASE}
 #define PASTE(a, b) a##_##b
 #define EXPANDED(a, b) PASTE(a, b)
 #define NAME(x) EXPANDED(x, ISA)
@@ -455,4 +456,14 @@ EXPORT int64_t fquant_sums_by_code(int isa, int threads, const float *x, const i
     int64_t units = sets * MAX(1, (d + SUMMED_COLUMNS - 1) / SUMMED_COLUMNS);
     int failed = run(available[isa].kernels.sums_by_code, &work, units, (size_t)padded_to(8 * k, 64), NULL, threads);
     return failed ? failed : work.beyond;
+}
+
+/* The SHA-256 of n buffers as words [n, 8], computed by the thread that calls; the largest buffers come first. Returns the
+   lanes of a vector. */
+EXPORT int64_t fquant_sha256(int isa, int threads, const uint8_t *const *data, const int64_t *bytes, int64_t n,
+                             uint32_t *digests) {
+    Hashed work = {data, bytes, digests, n};
+    (void)threads;
+    available[isa].kernels.sha256(&work);
+    return available[isa].kernels.lanes;
 }

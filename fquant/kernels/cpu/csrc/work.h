@@ -203,3 +203,6 @@ typedef struct { const float *x, *mass, *vectors; const uint8_t *codes; double *
 /* The number and the sum of the rows x [sets, n, d] of each of k codes [sets, n] (sums_by_code.h). */
 enum { SUMMED_COLUMNS = 64 }; /* of a unit */
 typedef struct { const float *x; const int64_t *codes; float *counts, *sums; int64_t n, d, k; int beyond; } ByCode;
+
+/* The digests [n, 8] of n buffers (sha256.h). */
+typedef struct { const uint8_t *const *data; const int64_t *bytes; uint32_t *digests; int64_t n; } Hashed;

@@ -1,5 +1,6 @@
 """Tests of fquant.io.files.digests: a file that is damaged anywhere is refused by its name, and rows are verified."""
 
+import hashlib
 import random
 import re
 
@@ -168,3 +169,14 @@ def test_a_file_on_a_device_is_verified(folder, tmp_path, device):
         file.write(b"\x01")
     with pytest.raises(ValueError, match="w: got bytes"):
         safetensors.read(found, "w", slice(1, 3), device)
+
+
+def test_digests_of_large_tensors_are_found_by_threads(monkeypatch):
+    monkeypatch.setattr(digests, "SHARE", PIECE)
+    tensors = [memoryview(bytes(range(256)) * (n * 1000)) for n in (0, 1, 5, 17, 40)]
+    head = safetensors.layout({str(i): torch.empty(len(t), dtype=torch.uint8) for i, t in enumerate(tensors)})[0]
+    several = digests.filled(head, tensors)
+    monkeypatch.setattr(digests, "SHARE", 1 << 60)
+    assert several == digests.filled(head, tensors)
+    at = digests.begin(several)
+    assert several[at : at + digests.WIDTH].decode() == hashlib.sha256(tensors[1]).hexdigest()[: digests.WIDTH]
