@@ -116,7 +116,7 @@ def load() -> ctypes.CDLL:
         raise ImportError("its C kernels were not built; install a C compiler and install fquant again")
     library = ctypes.CDLL(str(path))
     packed = ctypes.POINTER(Packed)
-    functions = {  # all return 0, the bytes of room that they need, or a fault; below 0, memory ran out
+    functions = {  # they return 0, the bytes of room that they need, a fault, or lanes; below 0, memory ran out
         "encode": [Pointer, Int, Long, Long, ctypes.POINTER(Encoding), Pointer, Pointer],
         "decode": [packed, Long, Long, Long, Long, Int, Pointer, Long],
         **dict.fromkeys(("matmul", "matmul_t"), [packed, Pointer, Long, Pointer, Int, Pointer]),

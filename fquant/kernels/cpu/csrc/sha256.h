@@ -15,7 +15,8 @@ static const uint32_t SHA256_START[8] = {0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa
                                          0x510e527f, 0x9b05688c, 0x1f83d9ab, 0x5be0cd19};
 
 enum { BLOCK_BYTES = 64 };
-typedef struct { const uint8_t *at; int64_t left, next; int is_padding; uint8_t padding[2 * BLOCK_BYTES]; } Buffer;
+/* A buffer that is hashed: `left` blocks from `at`, and then those of its padding, if they are not these already. */
+typedef struct { const uint8_t *at; int64_t left, padded; int is_padding; uint8_t padding[2 * BLOCK_BYTES]; } Buffer;
 
 /* Begin with buffer i: whole blocks of the data, then the rest of it, a bit that is set, zeros, and its length in bits. */
 static void begin_buffer(const Hashed *w, int64_t i, Buffer *b) {
@@ -25,10 +26,10 @@ static void begin_buffer(const Hashed *w, int64_t i, Buffer *b) {
     memcpy(b->padding, w->data[i] + whole * BLOCK_BYTES, (size_t)rest);
     b->padding[rest] = 0x80;
     for (int k = 0; k < 8; k++) b->padding[end - 1 - k] = (uint8_t)((uint64_t)bytes * 8 >> (8 * k));
-    b->next = end / BLOCK_BYTES;
+    b->padded = end / BLOCK_BYTES;
     b->is_padding = !whole;
     b->at = whole ? w->data[i] : b->padding;
-    b->left = whole ? whole : b->next;
+    b->left = whole ? whole : b->padded;
 }
 #endif
 
@@ -68,7 +69,7 @@ static void NAME(sha256_blocks)(Bits *restrict state, const uint8_t *const *at, 
 /* The digests of all buffers, as words. */
 static __attribute__((unused)) void NAME(sha256)(const Hashed *p) {
     Buffer buffers[LANES];
-    int64_t of[LANES], next = 0; /* the buffer in each lane, or -1 */
+    int64_t of[LANES], next = 0; /* the buffer in each lane; -2 before the first, -1 behind the last */
     Bits state[8];
     const uint8_t *at[LANES];
     for (int i = 0; i < LANES; i++) of[i] = -2;
@@ -76,7 +77,7 @@ static __attribute__((unused)) void NAME(sha256)(const Hashed *p) {
         int64_t n = INT64_MAX;
         for (int i = 0; i < LANES; i++) {
             Buffer *b = &buffers[i];
-            if (of[i] >= 0 && !b->left && !b->is_padding) b->at = b->padding, b->left = b->next, b->is_padding = 1;
+            if (of[i] >= 0 && !b->left && !b->is_padding) b->at = b->padding, b->left = b->padded, b->is_padding = 1;
             if (of[i] == -2 || (of[i] >= 0 && !b->left)) {
                 for (int k = 0; of[i] >= 0 && k < 8; k++) p->digests[8 * of[i] + k] = state[k][i];
                 of[i] = next < p->n ? next++ : -1;
