@@ -88,7 +88,7 @@ def _digest(data: memoryview) -> str:
     return hashlib.sha256(data).hexdigest()[:WIDTH]
 
 
-def _digests(pieces: Sequence[memoryview]) -> list[str]:
+def _of_pieces(pieces: Sequence[memoryview]) -> list[str]:
     threads = min(MOST_THREADS, torch.get_num_threads(), sum(map(len, pieces)) // SHARE)
     if threads <= 1:
         return [digest.hex()[:WIDTH] for digest in sha256(pieces)]
@@ -143,7 +143,7 @@ def seal(file: IO[bytes], length: int) -> None:
 def filled(head: bytes, tensors: Iterable[memoryview]) -> bytes:
     """Return ``head`` with the digests of all ``tensors``, their bytes in the file's order, and with its own."""
     pieces = [data[i : i + PIECE] for data in tensors for i in range(0, len(data), PIECE)]
-    text, start = "".join(_digests(pieces)).encode(), begin(head)
+    text, start = "".join(_of_pieces(pieces)).encode(), begin(head)
     head = head[:start] + text + head[start + len(text) :]
     start -= WIDTH
     return head[:start] + _of_header(head, start) + head[start + WIDTH :]
