@@ -8,8 +8,10 @@ in the same collectives, and decides nothing by what it alone knows.
 import dataclasses
 import hashlib
 import json
+import time
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -18,10 +20,13 @@ from torch import Tensor
 from fquant import tree
 from fquant.compile import all_gather_text, graph
 from fquant.lazy import Lazy
+from fquant.tree import expect
 
 from .bundle import raw
 
 T = TypeVar("T")
+SEEN_WITHIN = 60.0  # seconds for which a network file system may remember that a path was not there
+
 Gather = Callable[[str], list[str]]  # from the text of this rank to those of all, by rank
 
 
@@ -70,6 +75,22 @@ def attempt_and_tell(what: str, f: Callable[[], tuple[T, str]], gather: Gather |
     if failed := [f"rank {rank}: {text[1:]}" for rank, text in enumerate(texts) if text[0] == "-"]:
         raise ValueError(f"{what} failed on {'; '.join(failed)}")
     return result, [text[1:] for text in texts]
+
+
+def await_path(what: str, path: Path) -> None:
+    """Wait until a file or folder that one rank has made is there for every rank, which each of them calls.
+
+    Raises ValueError on every rank, with the ranks for which it is not there after ``SEEN_WITHIN`` seconds.
+    """
+
+    def wait() -> None:
+        began = time.monotonic()
+        while not path.exists():
+            fault = f"{path}: is not there, and another rank made it; use a folder that all ranks see"
+            expect(time.monotonic() - began < SEEN_WITHIN, fault)
+            time.sleep(0.01)
+
+    attempt(what, wait)
 
 
 def fingerprint(x: Any, content: bool = True) -> dict[str, str]:

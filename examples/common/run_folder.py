@@ -58,9 +58,9 @@ def free(out: Path | None, default: str) -> Path:
 
 
 def announce(options: Options, inputs: Mapping[str, str]) -> None:
-    """Make the folder, remove what dead writers left and write run.json, on rank 0; if it fails, raise on every rank.
+    """Make the folder, remove what dead writers left and write run.json, on rank 0, and wait until each rank sees it.
 
-    ``inputs`` has a digest of each input by its name (:func:`digests`).
+    ``inputs`` has a digest of each input by its name (:func:`digests`). A failure is raised on every rank.
     """
     device = devices.name(options.device)
     me = {"rank": dist.get_rank(), "pid": os.getpid(), "host": gethostname(), "device": device}
@@ -73,6 +73,7 @@ def announce(options: Options, inputs: Mapping[str, str]) -> None:
         record(options.folder() / RUN, content | {"inputs": dict(inputs)})
 
     agree.attempt("start", lambda: begin() if dist.get_rank() == 0 else None)
+    agree.await_path("start", options.folder() / RUN)
 
 
 def clear(folder: Path) -> None:

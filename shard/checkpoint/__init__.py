@@ -22,10 +22,11 @@ HuggingFaceStorageReader, so ``torch.distributed.checkpoint.load`` reads the fla
 ``load`` believes nothing: files have the size and the header of the manifest, data have the digests of the header, and
 ranges cover each tensor once. Every fault is a ValueError on every rank, with the name of the file.
 
-The folder must be on a file system that all ranks see. Ranks exchange a text before they write and in ``finish``, and
-nothing in between: rank 0 sees in the folder that all have written. The text has a digest of the tree, and the outcome
-of the checkpoint that was ``after``. If that had a tree of the same shapes, nothing but values is looked at. One rank
-with 338 tensors of 27 MiB begins in 7 ms. Its thread takes 23 ms of a core, of which digests are 11.
+The folder must be on a file system that all ranks see, which the first checkpoint in a folder checks. Ranks exchange a
+text before they write and in ``finish``, and nothing in between: rank 0 sees in the folder that all have written. The
+text has a digest of the tree, and the outcome of the checkpoint that was ``after``. If that had a tree of the same
+shapes, nothing but values is looked at. One rank with 338 tensors of 27 MiB begins in 7 ms. Its thread takes 23 ms of a
+core, of which digests are 11.
 
 ``read`` needs no mesh: it returns the whole tree, for programs that show or convert it.
 """

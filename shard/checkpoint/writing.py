@@ -42,7 +42,8 @@ class Writing:
 def save(folder: str | Path, state: Any, mesh: DeviceMesh, rules: Rules) -> None:
     """Write the tree ``state``, placed or local, to the new ``folder``; every rank calls it.
 
-    Raises ValueError on every rank if their trees differ, if the folder exists, or if a rank cannot write.
+    Raises ValueError on every rank if their trees differ, if the folder exists, or if a rank cannot write or does not
+    see it.
     """
     finish(begin(folder, state, mesh, rules))
 
@@ -76,11 +77,13 @@ def begin(
         told = [json.loads(text) for text in texts]
         if any(each[:2] != told[0][:2] for each in told):
             agree.same("checkpoint", {"folder": str(folder), **found.facts})
+        temporary, names = _temporary(folder, told[0][2]), [_file(i, ranks) for i in range(ranks)]
+        if after is None or after.folder.parent != folder.parent:
+            agree.await_path("checkpoint", temporary)
     except BaseException:
         for path in made:
             shutil.rmtree(path, ignore_errors=True)
         raise
-    temporary, names = _temporary(folder, told[0][2]), [_file(i, ranks) for i in range(ranks)]
 
     def write() -> None:
         try:

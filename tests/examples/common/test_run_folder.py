@@ -7,9 +7,12 @@ import random
 import signal
 import subprocess
 import sys
+from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from examples.common import run_folder, runs
 from examples.common.checkpoints import RUN, STATE
@@ -18,6 +21,7 @@ from examples.qlora.options import Options as QLoraOptions
 from examples.vqvae import cli as vqvae
 from examples.vqvae.options import Options
 from fquant.io import safetensors
+from shard import agree
 from tests.helpers import ranks
 
 BOTH = pytest.mark.parametrize(("program", "kind"), [(vqvae, Options), (qlora, QLoraOptions)], ids=["vqvae", "qlora"])
@@ -151,6 +155,26 @@ def test_what_a_killed_writer_leaves_is_removed_when_the_run_resumes(tmp_path):
     assert sorted(tmp_path.rglob("*.tmp")) == sorted(others)
     assert {path.name for path in inner.iterdir()} == {STATE, "deeper"}
     assert not list((tmp_path / "checkpoints").iterdir())
+
+
+def announced_elsewhere(root):
+    os.chdir(root / f"host-{dist.get_rank()}")
+    try:
+        with mock.patch.object(agree, "SEEN_WITHIN", 0.5):
+            run_folder.announce(Options(out=Path("run"), mesh="dp=2"), {})
+    finally:
+        os.chdir(root)
+
+
+@pytest.mark.xdist_group("ranks")
+def test_a_folder_that_not_all_ranks_see_is_refused_at_the_start(tmp_path):
+    """As on two hosts with disks of their own, where the checkpoints of rank 1 would be missed."""
+    for rank in range(2):
+        (tmp_path / f"host-{rank}").mkdir()
+    fault = "run/run.json: is not there, and another rank made it; use a folder that all ranks see"
+    with pytest.raises(ranks.RankFailure) as found:
+        ranks.run(2, announced_elsewhere, tmp_path, timeout=20)
+    assert [fault in found.value.failures[rank].message for rank in range(2)] == [True, True]
 
 
 @pytest.mark.xdist_group("ranks")
