@@ -30,7 +30,10 @@ from tests.helpers import ranks
 from tests.helpers.model_folders import TINY
 
 WAYS = ("flip", "cut", "torn")
-PLACES = ("bytes", "header", "size", "data", "dtype", "got shape", checkpoint.MANIFEST)  # the manifest is one piece
+PLACES = (
+    "bytes", "header", "size", "data", "got dtype", "got unknown dtype", "got shape",
+    checkpoint.MANIFEST,  # which is one piece
+)  # fmt: skip
 PROJECTIONS = r"layers\.\d+\.(q|k|v|o|gate|up|down)"
 
 
