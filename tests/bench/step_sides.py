@@ -7,16 +7,18 @@ All train rank-r adapters of the seven linears of a Llama in bf16 beside a froze
 tokens. fquant is the step of examples.qlora, captured: a base in NF4_DQ, adapters kept in f32 and used in bf16. "eager"
 is the same function without capture, and "remat" recomputes blocks. "bf16", "bnb" and "torchao" are transformers with
 PEFT, over dense weights, bitsandbytes' Linear4bit with double quantisation, and torchao's NF4Tensor. PEFT keeps
-adapters in f32 and computes with them in f32. "floor" is the matrix products and attentions of such a step alone, as
-torch has them, on dense bf16; the other floor has our attention.
+adapters in f32 and computes with them in f32. "limit" is the matrix products of such a step, those of adapters
+included, and its attention, alone: products as torch has them of dense weights, and our attention, or torch's.
 
 On several processes each has its share of the batch. fquant is sharded (fsdp) or replicated (dp). The peers are wrapped
-as their documentation says, in FSDP2 (a group for each decoder layer) or DDP.
+as their documentation says, in FSDP2 (a group for each decoder layer) or DDP. The limit on two sends nothing.
+
+The dtype is that of the residual stream, of dense weights, and of all but PEFT's adapters.
 """
 
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -72,10 +74,10 @@ class Shape:
 
 
 class Side(NamedTuple):
-    """A contestant: its number of processes, a function that makes its step on one of them, and whose it is."""
+    """A contestant: its processes, what makes its step on one of them from a Shape and ``dtype``, and whose it is."""
 
     ranks: int
-    make: Callable[[Shape], Take]
+    make: Callable[..., Take]
     is_ours: bool = False
 
 
@@ -150,7 +152,7 @@ class Ours:
         }
 
 
-def peer(shape: Shape, kind: str, wrapped: str = "") -> Take:
+def peer(shape: Shape, kind: str, wrapped: str = "", dtype: torch.dtype = torch.bfloat16) -> Take:
     """transformers and PEFT, over a base of this kind, wrapped for several processes."""
     warnings.filterwarnings("ignore")
     with peers.quiet():
@@ -163,9 +165,9 @@ def peer(shape: Shape, kind: str, wrapped: str = "") -> Take:
         "num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads, "vocab_size": shape.vocab,
         "tie_word_embeddings": False, "attn_implementation": "sdpa",
     }  # fmt: skip
-    model: Any = transformers.LlamaForCausalLM(transformers.LlamaConfig(**names)).to(torch.bfloat16)
+    model: Any = transformers.LlamaForCausalLM(transformers.LlamaConfig(**names)).to(dtype)
     if kind != "bf16":
-        quantise = {"bnb": _bitsandbytes, "torchao": _torchao}[kind]()
+        quantise = _torchao() if kind == "torchao" else _bitsandbytes(dtype)
         for module in list(model.model.modules()):
             for name, child in list(module.named_children()):
                 if isinstance(child, torch.nn.Linear):
@@ -195,13 +197,13 @@ def peer(shape: Shape, kind: str, wrapped: str = "") -> Take:
     return take
 
 
-def _bitsandbytes() -> Callable[[torch.nn.Linear], torch.nn.Module]:
+def _bitsandbytes(dtype: torch.dtype) -> Callable[[torch.nn.Linear], torch.nn.Module]:
     import bitsandbytes as bnb
 
     def quantise(linear: torch.nn.Linear) -> torch.nn.Module:
         options: dict[str, Any] = {"quant_type": "nf4", "compress_statistics": True}
         sizes = linear.in_features, linear.out_features
-        out = bnb.nn.Linear4bit(*sizes, bias=False, compute_dtype=torch.bfloat16, **options)
+        out = bnb.nn.Linear4bit(*sizes, bias=False, compute_dtype=dtype, **options)
         out.weight = bnb.nn.Params4bit(linear.weight.data, requires_grad=False, **options)
         return out.to("cpu")
 
@@ -223,14 +225,15 @@ def _torchao() -> Callable[[torch.nn.Linear], torch.nn.Module]:
     return quantise
 
 
-def floor(shape: Shape, mix: Callable[..., Tensor]) -> Take:
-    """The matrix products and the attentions of a step, on dense bf16 weights, one after another, and nothing else."""
-    bf16, n = torch.bfloat16, shape.tokens
+def limit(shape: Shape, mix: Callable[..., Tensor], dtype: torch.dtype = torch.bfloat16) -> Take:
+    """The products and attentions of a rank's share of a step, on dense weights, one after another, nothing else."""
+    if dist.is_initialized():
+        shape = replace(shape, batch=len(shape.sample(dist.get_rank(), dist.get_world_size())))
     head, kv = shape.dim // shape.heads, shape.dim // shape.heads * shape.kv_heads
     sizes = [(shape.dim, shape.dim), (kv, shape.dim), (kv, shape.dim), (shape.dim, shape.dim)]
     sizes += [(shape.hidden, shape.dim), (shape.hidden, shape.dim), (shape.dim, shape.hidden)]
-    normal = lambda *size: torch.randn(size).to(bf16)
-    rows = {width: normal(n, width) for width in {size for pair in sizes for size in pair}}
+    normal = partial(torch.randn, dtype=dtype)
+    rows = {width: normal(shape.tokens, width) for width in {size for pair in sizes for size in pair}}
     layers = [[(normal(*pair), normal(shape.rank, pair[1]), normal(pair[0], shape.rank)) for pair in sizes]]
     layers += [[tuple(t.clone() for t in three) for three in layers[0]] for _ in range(shape.layers - 1)]
     vocab = normal(shape.vocab, shape.dim)
@@ -267,10 +270,11 @@ SIDES = {
     "bf16": Side(1, partial(peer, kind="bf16")),
     "bnb": Side(1, partial(peer, kind="bnb")),
     "torchao": Side(1, partial(peer, kind="torchao")),
-    "floor": Side(1, partial(floor, mix=_sdpa)),
-    "floor, our attention": Side(1, partial(floor, mix=attention)),
+    "limit": Side(1, partial(limit, mix=attention)),
+    "limit, torch's attention": Side(1, partial(limit, mix=_sdpa)),
     "fquant fsdp=2": Side(2, partial(ours, fsdp=2), True),
     "fquant dp=2": Side(2, partial(ours, dp=2), True),
+    "limit on two": Side(2, partial(limit, mix=attention)),
     "bf16 fsdp=2": Side(2, partial(peer, kind="bf16", wrapped="fsdp")),
     "torchao fsdp=2": Side(2, partial(peer, kind="torchao", wrapped="fsdp")),
     "bnb ddp=2": Side(2, partial(peer, kind="bnb", wrapped="ddp")),

@@ -22,6 +22,7 @@ import tyro
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from examples.common.command_line import DTYPES
 from fquant.compile.memory import allocator
 from fquant.compile.trace import Captured
 from shard.transport import shared_memory
@@ -33,7 +34,6 @@ SHAPES = {
     "8 x 1024, vocabulary 32,000": Shape(),
     "6 x 1536, vocabulary 50,000": Shape(layers=6, dim=1536, hidden=4096, vocab=50000),
 }
-DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32}
 WHOLE, ON_TWO = "the whole capture", "the whole capture, fsdp=2"
 TIME, MEMORY, TRANSPORT = 0.03, 0.05, 0.05  # what a part has to save
 

@@ -30,7 +30,7 @@ from rich.table import Table
 from torch import Tensor
 from torch.func import grad_and_value, vmap
 
-from examples.common.command_line import pattern
+from examples.common.command_line import DTYPES, pattern
 from fquant import batch_invariant, cost, jit, lora, optim, tree
 from fquant.lora import slots
 from fquant.optim import apply_updates
@@ -39,7 +39,6 @@ from models.config import Config
 from tests.bench import peers, report, timing
 from tests.bench.step_sides import TARGETS, Shape, weights
 
-DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32}
 ONE, MANY, ALONE, PEFT = "one adapter", "many adapters", "one by one", "PEFT, one by one"
 RATE = 1e-3
 OPT = optim.adamw(RATE)
