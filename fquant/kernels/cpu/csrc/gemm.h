@@ -4,7 +4,7 @@
    The inner dimension is in words of 32 bits: a float32, or two bf16. One operand is in panels, [words][PANEL], which
    are loaded as vectors. The other is in slivers, rows whose words are broadcast. SUMS vectors of sums stay in
    registers for STEPS words, while a panel stays in the first cache. x · wᵀ has x in panels and rows of the weight as
-   slivers. g · w has g's rows as slivers and stripes of the weight's columns in panels. */
+   slivers. Products by stripes (stripes.h) have rows of x as slivers and the weight in panels. */
 
 enum { PANEL = VECS * LANES };
 
@@ -31,12 +31,9 @@ INLINE void NAME(store)(const float *sums, int64_t n, int dtype, void *y, int64_
     NAME(halves)(sums, n, dtype, y, at);
 }
 
-/* sums [rows][vecs] += (= if fresh) a sliver of rows times a panel, for n words that are `next` apart. The ints are
-   constants. */
-INLINE void NAME(micro_apart)(const uint32_t *sliver, int64_t apart, const uint32_t *panel, int64_t next, int64_t n, int rows,
-                              int vecs, int half, int fresh, float *sums) {
-    Lanes part[SUMS][VECS], *total = (Lanes *)sums;
-    UNROLLED(r, rows) UNROLLED(v, vecs) part[r][v] = fresh ? (Lanes){0} : total[r * vecs + v];
+/* part [rows][vecs] += a sliver of rows times a panel, for n words that are `next` apart. The ints are constants. */
+INLINE void NAME(multiply)(const uint32_t *sliver, int64_t apart, const uint32_t *panel, int64_t next, int64_t n, int rows,
+                           int vecs, int half, Lanes part[SUMS][VECS]) {
     for (int64_t k = 0; k < n; k++) {
         Lanes w[VECS];
         UNROLLED(v, vecs) memcpy(&w[v], panel + k * next + v * LANES, sizeof w[v]);
@@ -45,13 +42,15 @@ INLINE void NAME(micro_apart)(const uint32_t *sliver, int64_t apart, const uint3
             UNROLLED(v, vecs) part[r][v] = half ? DOT(w[v], by, part[r][v]) : FMA(w[v], by, part[r][v]);
         }
     }
-    UNROLLED(r, rows) UNROLLED(v, vecs) total[r * vecs + v] = part[r][v];
 }
 
-/* The same for a panel that is packed. */
+/* sums [rows][vecs] += (= if fresh) a sliver times a panel that is packed. The ints are constants. */
 INLINE void NAME(micro)(const uint32_t *sliver, int64_t apart, const uint32_t *panel, int64_t n, int rows, int vecs,
                         int half, int fresh, float *sums) {
-    NAME(micro_apart)(sliver, apart, panel, vecs * LANES, n, rows, vecs, half, fresh, sums);
+    Lanes part[SUMS][VECS], *total = (Lanes *)sums;
+    UNROLLED(r, rows) UNROLLED(v, vecs) part[r][v] = fresh ? (Lanes){0} : total[r * vecs + v];
+    NAME(multiply)(sliver, apart, panel, vecs * LANES, n, rows, vecs, half, part);
+    UNROLLED(r, rows) UNROLLED(v, vecs) total[r * vecs + v] = part[r][v];
 }
 
 /* Transpose LANES rows of LANES words, and store the first `count` columns as rows of `out`. */
@@ -164,189 +163,4 @@ INLINE void NAME(by_rows)(const Gemm *p, int64_t unit, uint32_t *scratch, int ha
     }
 }
 
-UNIT(matmul) { TILED(BY_HALF(((const Gemm *)work)->half, NAME(by_rows), work, unit, scratch)); }
-
-/* Pack a row of g as words, in slabs. */
-UNIT(pack_t) {
-    const Gemm *p = work;
-    int64_t slab = p->half ? 2 * SLAB : SLAB;
-    uint32_t *out = (uint32_t *)p->copy + unit * p->apart;
-    for (int64_t at = 0; at < p->inner; at += slab, out += p->m * p->apart)
-        NAME(words)(p->x, p->dtype, unit * p->inner + at, MIN(slab, p->inner - at), p->half, out);
-}
-
-/* Decode words k of a stripe's panels: a row of the weight, or in bf16 a row interleaved with the next. */
-INLINE void NAME(stripe)(const Gemm *p, int64_t row, int64_t k, int64_t column, int64_t width, int64_t depth,
-                         int half, uint32_t *out) {
-    uint32_t words[STRIPE];
-    const uint8_t *codes = p->w.bits ? NULL : p->w.codes + (row * p->w.width + column) * size_of(p->dtype);
-    if (codes && width == STRIPE && p->dtype == F32) {
-        for (int64_t j = 0; j < STRIPE; j += PANEL) memcpy(out + j * depth + k * PANEL, codes + 4 * j, PANEL * 4);
-        return;
-    }
-#ifdef LANES_BF16
-    if (codes && width == STRIPE && half && row + 1 < p->w.rows) {
-        const __m512i first = _mm512_load_si512(BESIDE), last = _mm512_load_si512(BESIDE + 32);
-        for (int64_t j = 0; j < STRIPE; j += 32) {
-            __m512i a = _mm512_loadu_si512(codes + 2 * j), b = _mm512_loadu_si512(codes + 2 * (p->w.width + j));
-            __m512i *to = (__m512i *)(out + (j / PANEL * depth + k) * PANEL + j % PANEL);
-            _mm512_storeu_si512(to, _mm512_permutex2var_epi16(a, first, b));
-            _mm512_storeu_si512(to + 1, _mm512_permutex2var_epi16(a, last, b));
-        }
-        return;
-    }
-#endif
-    if (half) {
-        uint16_t first[STRIPE], second[STRIPE] = {0};
-        NAME(factors)(&p->w, row, column, width, p->dtype, 1, first);
-        if (row + 1 < p->w.rows) NAME(factors)(&p->w, row + 1, column, width, p->dtype, 1, second);
-        for (int i = 0; i < width; i++) words[i] = first[i] | (uint32_t)second[i] << 16;
-    } else NAME(factors)(&p->w, row, column, width, p->dtype, 0, words);
-    if (width < STRIPE) memset(words + width, 0, (size_t)(STRIPE - width) * 4);
-    for (int64_t j = 0; j < STRIPE; j += PANEL) memcpy(out + j * depth + k * PANEL, words + j, PANEL * 4);
-}
-
-#ifdef LANES_BF16
-/* The same with one rounding instruction: 4 bits in blocks of 64 or more, no offset, widths of whole vectors. `zeroed`,
-   true if there are zero points, is a constant. */
-INLINE void NAME(stripe_pairs)(const Gemm *p, int64_t row, int64_t k, int64_t column, int64_t width,
-                               int64_t depth, int zeroed, uint32_t *out) {
-    const Packed *w = &p->w;
-    int64_t next = w->width / 2;
-    int there = row + 1 < w->rows;
-    const uint8_t *codes = w->codes + row * next + column / 2;
-    float scales[2][STRIPE / 64 + 64], zeros[2][STRIPE / 64];
-    __m512 table = _mm512_loadu_ps(w->table);
-    __m512i first = _mm512_load_si512(BESIDE), last = _mm512_load_si512(BESIDE + 32);
-    for (int r = 0; r <= there; r++) {
-        NAME(scales64)(w, row + r, column, width, scales[r]);
-        if (zeroed) NAME(zeros64)(w, row + r, column, width, zeros[r]);
-    }
-    for (int64_t i = 0; i < width; i += 128) {
-        __m512i a[4], b[4] = {0};
-        int64_t at = i / 64;
-        NAME(pair4)(codes + i / 2, NAME(values2)(table, scales[0] + at, zeros[0] + at, 1, zeroed), a);
-        if (there)
-            NAME(pair4)(codes + next + i / 2, NAME(values2)(table, scales[1] + at, zeros[1] + at, 1, zeroed), b);
-        __builtin_prefetch(codes + 16 * next + i / 2);
-        __builtin_prefetch(codes + 17 * next + i / 2);
-        UNROLLED(j, 4) {
-            int64_t at = i + 32 * j, panel = at / PANEL;
-            __m512i *to = (__m512i *)(out + (panel * depth + k) * PANEL + at % PANEL);
-            to[0] = _mm512_permutex2var_epi16(a[j], first, b[j]);
-            to[1] = _mm512_permutex2var_epi16(a[j], last, b[j]);
-        }
-    }
-}
-#endif
-
-/* sums [count][PANEL] += (= if fresh) `count` rows of g times a panel, for n words. fresh is a constant. A panel whose
-   words are `next` apart is a part of a weight that is not packed. */
-INLINE void NAME(add_panel)(const uint32_t *x, int64_t apart, int64_t count, const uint32_t *panel, int64_t next, int64_t n,
-                            int half, int fresh, float *sums) {
-    if (NAME(TILES) && half) NAME(add_half_tiles)(x, apart, count, panel, VECS, n, fresh, sums); /* packed */
-    else for (int64_t m = 0, rows; m < count; m += rows) {
-        rows = MIN(SUMS / VECS, count - m);
-#define ROWS(N) case N: NAME(micro_apart)(x + m * apart, apart, panel, next, n, N, VECS, half, fresh, sums + m * PANEL); break;
-        switch (rows) { ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6) }
-#undef ROWS
-    }
-}
-
-/* Decode n words from `start` of a stripe from `column` to panels of `depth` words. */
-INLINE void NAME(panels)(const Gemm *p, int64_t start, int64_t n, int64_t column, int64_t width, int64_t depth, int half,
-                         uint32_t *w) {
-    const int64_t each = half ? 2 : 1;
-    for (int64_t k = 0; k < n; k++)
-#ifdef LANES_BF16
-        if (half && p->interleaved && p->w.zero)
-            NAME(stripe_pairs)(p, (start + k) * each, k, column, width, depth, 1, w);
-        else if (half && p->interleaved) NAME(stripe_pairs)(p, (start + k) * each, k, column, width, depth, 0, w);
-        else
-#endif
-            NAME(stripe)(p, (start + k) * each, k, column, width, depth, half, w);
-}
-
-/* Multiply all of g with a stripe of the weight's columns. Few rows read a weight in float32 where it is. Lines of g that
-   is not packed are in other pages, so they are asked for two slivers ahead, while the first panel is multiplied. */
-INLINE void NAME(by_columns)(const Gemm *p, int64_t unit, uint32_t *scratch, int half) {
-    enum { HIGH = SUMS / VECS }; /* of a sliver */
-    int64_t column = unit * STRIPE, width = MIN(STRIPE, p->w.width - column), apart = p->copy ? p->apart : p->words;
-    int64_t panels = (width + PANEL - 1) / PANEL;
-    uint32_t *w = scratch;
-    float *sums = (float *)(scratch + STRIPE * STEPS);
-    const int in_place = !p->w.bits && !half && p->dtype == F32 && width == STRIPE && p->m <= 4 * HIGH;
-    memset(sums, 0, (size_t)(p->m * STRIPE * 4));
-    for (int64_t start = 0; start < p->words; start += STEPS) {
-        int64_t n = MIN(STEPS, p->words - start), lines = (n * 4 + 63) / 64;
-        const uint32_t *dense = (const uint32_t *)p->w.codes + start * p->w.width + column;
-        NAME(Ahead) ahead = {(const uint8_t *)p->x + start * 4, p->words * 4, lines, p->copy ? 0 : p->m * lines, 0};
-        if (!in_place) NAME(panels)(p, start, n, column, width, STEPS, half, w);
-        const uint32_t *x = (const uint32_t *)p->x + start;
-        if (p->copy) x = (const uint32_t *)p->copy + start / SLAB * p->m * apart + start % SLAB;
-        for (int64_t j = 0; j < panels; j++) {
-            const uint32_t *panel = in_place ? dense + j * PANEL : w + j * STEPS * PANEL;
-            int64_t next = in_place ? p->w.width : PANEL, m = 0;
-            float *to = sums + j * p->m * PANEL;
-            for (; j == 0 && ahead.next < ahead.all; m += HIGH) {
-                NAME(fetch)(&ahead, (m ? 1 : 2) * HIGH * lines);
-                NAME(add_panel)(x + m * apart, apart, MIN(HIGH, p->m - m), panel, next, n, half, 0, to + m * PANEL);
-            }
-            NAME(add_panel)(x + m * apart, apart, p->m - m, panel, next, n, half, 0, to + m * PANEL);
-        }
-    }
-    for (int64_t m = 0; m < p->m; m++)
-        for (int64_t j = 0; j < panels; j++)
-            NAME(store)(sums + (j * p->m + m) * PANEL, MIN(PANEL, width - j * PANEL), p->dtype, p->y,
-                        m * p->w.width + column + j * PANEL);
-}
-
-/* y [rows][..] from `at` with stride `next` = rows times a panel, for n words. rows, half and dtype are constants. */
-INLINE void NAME(micro_to)(const uint32_t *x, int64_t apart, const uint32_t *panel, int64_t n, int rows, int half,
-                           int dtype, void *y, int64_t at, int64_t next) {
-    Lanes sums[SUMS / VECS][VECS];
-    NAME(micro)(x, apart, panel, n, rows, VECS, half, 1, (float *)sums);
-    UNROLLED(r, rows) {
-        if (dtype == F32) memcpy((float *)y + at + r * next, sums[r], sizeof sums[r]);
-        else UNROLLED(v, VECS / 2)
-            NAME(store_bf16)(sums[r][2 * v], sums[r][2 * v + 1], (uint16_t *)y + at + r * next + 2 * v * LANES);
-    }
-}
-
-/* Multiply `group` rows of g with some stripes, if a sum is of up to STEPS words. The panels of these stripes
-   are as many words as a stripe of STEPS. Sums are stored while they are in the first cache, or in registers. */
-INLINE void NAME(by_short_columns)(const Gemm *p, int64_t unit, uint32_t *scratch, int half) {
-    const int64_t wide = p->stripes * STRIPE, across = (p->w.width + wide - 1) / wide, n = p->words;
-    const int64_t column = unit % across * wide, stop = MIN(column + wide, p->w.width);
-    const int64_t begin = unit / across * p->group, end = MIN(begin + p->group, p->m);
-    const int64_t apart = p->copy ? p->apart : p->words;
-    const uint32_t *x = p->copy ? p->copy : p->x;
-    float *sums = (float *)(scratch + STRIPE * STEPS);
-    for (int64_t at = column; at < stop; at += STRIPE)
-        NAME(panels)(p, 0, n, at, MIN(STRIPE, stop - at), n, half, scratch + (at - column) * n);
-    for (int64_t first = begin; first < end; first += FEW_ROWS)
-        for (int64_t at = column; at < stop; at += PANEL) {
-            const uint32_t *panel = scratch + (at - column) * n;
-            int64_t count = MIN(FEW_ROWS, end - first), there = MIN(PANEL, stop - at);
-            if (there == PANEL && p->dtype != F16 && !(NAME(TILES) && half)) {
-                for (int64_t m = first, rows; m < first + count; m += rows) {
-                    rows = MIN(SUMS / VECS, first + count - m);
-#define TO(N, dtype) NAME(micro_to)(x + m * apart, apart, panel, n, N, half, dtype, p->y, m * p->w.width + at, p->w.width)
-#define ROWS(N) case N: if (p->dtype == F32) TO(N, F32); else TO(N, BF16); break;
-                    switch (rows) { ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6) }
-#undef ROWS
-#undef TO
-                }
-                continue;
-            }
-            NAME(add_panel)(x + first * apart, apart, count, panel, PANEL, n, half, 1, sums);
-            for (int64_t m = 0; m < count; m++)
-                NAME(store)(sums + m * PANEL, there, p->dtype, p->y, (first + m) * p->w.width + at);
-        }
-}
-
-UNIT(matmul_t) {
-    const Gemm *p = work;
-    if (p->stripes) TILED(BY_HALF(p->half, NAME(by_short_columns), p, unit, scratch));
-    else TILED(BY_HALF(p->half, NAME(by_columns), p, unit, scratch));
-}
+UNIT(in_groups) { TILED(BY_HALF(((const Gemm *)work)->half, NAME(by_rows), work, unit, scratch)); }

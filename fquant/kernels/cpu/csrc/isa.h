@@ -24,6 +24,7 @@ static void NAME(halves)(const float *restrict x, int64_t n, int dtype, void *re
 #include "gemv.h"
 #include "amx.h"
 #include "gemm.h"
+#include "stripes.h"
 #include "quantized_rows.h"
 #include "integers.h"
 #include "few_integers.h"

@@ -1,4 +1,4 @@
-/* The plan of a product: gemv.h or gemm.h, chunks of x, and room. */
+/* The plan of a product: gemv.h, gemm.h or stripes.h, chunks of x, and room. */
 
 /* x [m, in] · wᵀ for few m, with a copy of x in the form of gemv.h. */
 static int gemv(int isa, int threads, const Packed *w, const void *x, int64_t m, void *y, int dtype, int form) {
@@ -30,6 +30,12 @@ static int64_t group_of(const Kernels *k, int64_t rows, int threads) {
     return best;
 }
 
+/* Columns of a stripe, so that the threads finish together. */
+static int64_t stripe_of(int64_t columns, int threads) {
+    int64_t wide = (columns + STRIPE - 1) / STRIPE, narrow = (columns + NARROW - 1) / NARROW;
+    return (narrow + threads - 1) / threads * NARROW < (wide + threads - 1) / threads * STRIPE ? NARROW : STRIPE;
+}
+
 /* x · wᵀ, or w · xᵀ if turned, or x · w if transposed: x in chunks, whose copies take at most COPY bytes unless x is
    wide. Without a needed `room`, return its bytes and do nothing. */
 static int64_t product(int isa, int threads, int transposed, int turned, const Packed *w, const void *x, int64_t m, void *y,
@@ -43,23 +49,30 @@ static int64_t product(int isa, int threads, int transposed, int turned, const P
     if (w->bits && !transposed && m <= (work.interleaved ? 2 * FUSED : k->columns))
         return gemv(isa, threads, &work.w, x, m, y, dtype, work.interleaved ? 2 : work.half);
     work.words = work.half ? (work.inner + 1) / 2 : work.inner;
+    work.columns = transposed ? w->width : w->rows;
+    work.stripe = stripe_of(work.columns, threads);
+    int64_t stripes = (work.columns + work.stripe - 1) / work.stripe;
+    work.of_rows = !transposed && !turned && !work.half && k->lanes >= STRIPED_LANES && m >= STRIPED_ROWS &&
+                   stripes >= threads && work.words > STEPS;
+    const int striped = transposed || work.of_rows;
     work.group = !w->bits && m <= k->panel ? k->least_rows : group_of(k, w->rows, threads);
     work.apart = MIN(padded_to(work.words, 16) + 16, APART);
-    int64_t row = (transposed ? slabs_of(work.words) * work.apart : work.words) * 4;
+    int64_t row = (striped ? slabs_of(work.words) * work.apart : work.words) * 4;
     int64_t most = MIN(MOST_X, MAX(COPY / row, k->lanes));
-    if (transposed && are_words(x, dtype, work.half, work.inner) && !k->tiles && COPY / row < m) most = MOST_X, row = 0; /* no copy */
+    if (striped && are_words(x, dtype, work.half, work.inner) && !k->tiles && COPY / row < m) most = MOST_X, row = 0; /* no copy */
     int64_t chunks = (m + most - 1) / most;
-    int64_t chunk = MIN(most, padded_to((m + chunks - 1) / chunks, transposed ? 1 : k->panel));
-    int64_t padded = padded_to(chunk, k->lanes), copied = (transposed ? chunk : padded) * row; /* bytes */
-    int64_t units = transposed ? (w->width + STRIPE - 1) / STRIPE : (w->rows + work.group - 1) / work.group;
+    int64_t chunk = MIN(most, padded_to((m + chunks - 1) / chunks, striped ? 1 : k->panel));
+    int64_t padded = padded_to(chunk, k->lanes), copied = (striped ? chunk : padded) * row; /* bytes */
+    int64_t units = striped ? stripes : (w->rows + work.group - 1) / work.group, parts = (threads + stripes - 1) / stripes;
     if (transposed && work.words <= STEPS) {
+        units = (work.columns + STRIPE - 1) / STRIPE;
         work.stripes = MIN(STEPS / work.words, units);
-        int64_t parts = (chunk + MANY_ROWS - 1) / MANY_ROWS;      /* of as many rows each, so that the threads */
-        work.group = padded_to((chunk + parts - 1) / parts, SIX); /* finish together */
         units = (units + work.stripes - 1) / work.stripes;
+        parts = (chunk + MANY_ROWS - 1) / MANY_ROWS;
     }
+    if (striped) work.group = padded_to((chunk + parts - 1) / parts, SIX); /* so that the threads finish together */
     int64_t scratch = 4 * (work.stripes ? STRIPE * STEPS + FEW_ROWS * k->panel
-                           : transposed ? STRIPE * (STEPS + chunk)
+                           : striped ? work.stripe * (STEPS + work.group) + k->lanes * ROW_APART
                                       : MAX(work.group, k->lanes) * APART + padded_to(work.group, k->lanes) * padded);
     if (!room) return 64 + padded_to(copied, 64) + scratch * threads;
     char *copy = (char *)padded_to((intptr_t)room, 64), *rest = copy + padded_to(copied, 64);
@@ -68,9 +81,9 @@ static int64_t product(int isa, int threads, int transposed, int turned, const P
         work.m = MIN(chunk, m - start);
         work.x = (const char *)x + start * work.inner * size_of(dtype);
         work.y = (char *)y + start * (transposed ? w->width : turned ? 1 : w->rows) * size_of(dtype);
-        int64_t packs = !copied ? 0 : transposed ? work.m : (work.m + k->panel - 1) / k->panel * slabs_of(work.words);
-        if (packs) run(transposed ? k->pack_t : k->pack, &work, packs, (size_t)scratch, rest, threads);
-        run(transposed ? k->matmul_t : k->matmul, &work, units * (work.stripes ? (work.m + work.group - 1) / work.group : 1),
+        int64_t packs = !copied ? 0 : striped ? work.m : (work.m + k->panel - 1) / k->panel * slabs_of(work.words);
+        if (packs) run(striped ? k->pack_slivers : k->pack, &work, packs, (size_t)scratch, rest, threads);
+        run(striped ? k->in_stripes : k->in_groups, &work, units * (striped ? (work.m + work.group - 1) / work.group : 1),
             (size_t)scratch, rest, threads);
     }
     return 0;

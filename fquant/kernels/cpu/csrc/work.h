@@ -33,14 +33,16 @@ typedef struct { /* how to encode */
 typedef struct { const void *x; int dtype; int64_t rows, width; Encoding how; uint8_t *codes; float *absmax; } Encode;
 typedef struct { Packed w; int64_t row, rows, column, width; int dtype; void *out; int64_t stride; int past; } Decode;
 typedef struct { Packed w; const void *x; int64_t m, padded, apart; void *y; int dtype, form; } Gemv;
-typedef struct { /* x [m, inner] in `words` words a row; copy: of x, packed, or NULL; group: rows of w in a unit */
+typedef struct { /* x [m, inner] in `words` words a row; copy: of x, packed, or NULL; group: rows in a unit, of w or, in
+                    stripes.h, of x */
     Packed w;
     const void *x;
     void *copy, *y;
     int64_t m, inner, words, group;
-    int64_t apart, stripes; /* of matmul_t: words from a row of `copy` to the next; stripes in a unit, with `group` rows
-                               of x, 0 for long sums */
-    int64_t turned;         /* of matmul: 0, or elements from a row of the result to the next, if that is w · xᵀ */
+    int64_t turned;         /* of gemm.h: 0, or elements from a row of the result to the next, if that is w · xᵀ */
+    int64_t columns, apart; /* of stripes.h: columns of y; words from a row of `copy` to the next */
+    int64_t stripe, stripes; /* columns of a stripe; stripes in a unit if sums are short, else 0 */
+    int of_rows;            /* true if columns of y are rows of w */
     int dtype, half, interleaved;
 } Gemm;
 
