@@ -17,6 +17,7 @@ time of products and attention alone over that of a step. This is no test: the e
 missed, 2 for bad options, and 1 if a contestant of ours failed.
 """
 
+import contextlib
 import gc
 import importlib
 import multiprocessing
@@ -151,7 +152,8 @@ class Contestant:
 
     def _ask(self, what: str) -> list[Any]:
         for end in self.ends:
-            end.send(what)
+            with contextlib.suppress(OSError):  # a process that died, of which there is no answer
+                end.send(what)
         return self._answers()
 
     def _answers(self) -> list[Any]:
@@ -159,8 +161,8 @@ class Contestant:
         for end in self.ends:
             try:
                 answer = end.recv() if end.poll(PATIENCE) else Failed(f"no answer in {PATIENCE:.0f} s")
-            except EOFError:
-                answer = Failed("its process died")
+            except (EOFError, OSError):
+                answer = Failed("its process died; out of memory?")
             if isinstance(answer, Failed):
                 self.kill()
                 raise answer

@@ -59,6 +59,14 @@ def test_a_side_that_cannot_take_part_is_named(monkeypatch):
     assert found == {} and missing == {"limit": "no answer in 0 s"}
 
 
+def test_a_process_that_is_killed_is_named():
+    """The system kills the largest when memory runs out, while others take their steps."""
+    one = step.Contestant(SIDES["limit"], step.Shape(layers=1, dim=64, hidden=64, vocab=64, heads=2), 1)
+    one.kill()
+    with pytest.raises(step.Failed, match="its process died"):
+        one.step()
+
+
 @pytest.mark.slow
 def test_a_small_run(tmp_path):
     """Run every kind of side of ours, one of them on two processes, and the limits."""
