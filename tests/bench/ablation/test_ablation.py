@@ -55,7 +55,8 @@ def test_every_part_keeps_the_bits():
     """Contestants have the loss of the whole capture after two steps; Inductor has its own elementwise functions."""
     found, missing = measure(ablation.sides(torch.float32), SMALL, 1, 2)
     assert not missing
-    alone = {name: f.loss for name, f in found.items() if ablation.whole_of(name) == ablation.WHOLE}
-    compiled = alone.pop("without fusion, with Inductor")
-    assert len(set(alone.values())) == 1 and compiled == pytest.approx(alone[ablation.WHOLE], rel=1e-5)
-    assert len({f.loss for name, f in found.items() if name not in alone} - {compiled}) == 1
+    losses = {whole: {name: f.loss for name, f in found.items() if ablation.whole_of(name) == whole}
+              for whole in (ablation.WHOLE, ablation.ON_TWO)}  # fmt: skip
+    compiled = losses[ablation.WHOLE].pop("without fusion, with Inductor")
+    assert all(len(set(each.values())) == 1 for each in losses.values())
+    assert compiled == pytest.approx(losses[ablation.WHOLE][ablation.WHOLE], rel=1e-5)
