@@ -9,7 +9,7 @@
 ``torch.func.grad`` runs its backward so that it could be differentiated again. It keeps four times what autograd keeps,
 and Python runs at every op. Traced once on fake tensors and replayed, the same step holds a tensor until its last use,
 and Python runs once. The graph has everything that happens to tensors: transforms, recomputation, collectives, the
-optimiser, dropout. Results equal those of the function in every bit.
+optimiser, dropout. Results equal those of the function in every bit. Only a NaN may have another sign and payload.
 
 Arguments and results are trees. Tensors are the inputs of a replay. Everything else (structure, static fields, numbers,
 configurations, functions) is frozen in the trace. A trace is valid for one key (guards.py), which has these, layouts,

@@ -47,6 +47,19 @@ def test_a_step_of_training_has_the_same_bits(backend):
     assert nodes[1] < 0.8 * nodes[0] if backend != "reference" else nodes[1] == nodes[0]
 
 
+def test_only_the_sign_and_payload_of_a_nan_may_differ():
+    """Operands of any bits: NaNs are where they were, and all else has the same bits."""
+    generator = torch.Generator().manual_seed(0)
+    a, b, c = torch.randint(-(2**31), 2**31, (3, 40_000), generator=generator).int().view(torch.float32)
+    a[:20_000:2], b[:20_000:3] = torch.nan, -torch.nan
+    f = lambda a, b, c: ((a * b + c) * torch.sigmoid(a) - b / c, -(a + b) * c, torch.where(a > 0, b * c, c + b))
+    assert any(programs(f, a, b, c)[0])
+    for got, wanted in zip(jit(f)(a, b, c), f(a, b, c), strict=True):
+        assert torch.equal(got.isnan(), wanted.isnan()) and wanted.isnan().any()
+        bits = [t[~wanted.isnan()].view(torch.int32) for t in (got, wanted)]
+        assert torch.equal(*bits)
+
+
 def updated(opt):
     """Return the programs of an update, and the ops outside of them."""
     adapters, state, *_ = start()
