@@ -1,4 +1,4 @@
-"""fquant's training step beside those of PEFT with bitsandbytes, torchao and bf16, in one run.
+"""fquant's training step beside those of PEFT with bitsandbytes, torchao and dense weights, in one run.
 
     python -m tests.bench.step                              # the comparison, on one process and on two
     python -m tests.bench.step --only fquant bnb limit      # some contestants, by the names below
@@ -46,14 +46,14 @@ from tests.bench.step_sides import SIDES, Shape, Side
 
 PATIENCE = 600.0  # seconds for a contestant to load, or to take a step
 LEAVE = 20.0  # seconds for its processes to end
-PEERS, PEERS_2 = ("bf16", "bnb", "torchao"), ("bf16 fsdp=2", "torchao fsdp=2", "bnb ddp=2")
+PEERS, PEERS_2 = ("dense", "bnb", "torchao"), ("dense fsdp=2", "torchao fsdp=2", "bnb ddp=2")
 LIMITS = (("fquant", "limit"), ("fquant fsdp=2", "limit on two"), ("fquant dp=2", "limit on two"))
 LAYERS, LENGTHS = (2, 4, 8, 16), (64, 128, 256, 512)  # of --scale
 
 
 @dataclass(frozen=True)
 class Options:
-    """Time fquant's QLoRA step beside PEFT over bf16, bitsandbytes and torchao, in turns and in one run.
+    """Time fquant's QLoRA step beside PEFT over dense weights, bitsandbytes and torchao, in turns and in one run.
 
     Prints the median step, tokens a second and the peak of resident memory over the loaded model, and judges the
     bounds. Peers that are not installed, or fail, are named with the reason.
@@ -66,7 +66,7 @@ class Options:
     threads: int = 2
     """Threads on one process; each of two has half of them."""
     dtype: Literal["bf16", "f32"] = "bf16"
-    """Of the residual stream, and of dense weights."""
+    """Of the residual stream, and of the peers' and the limit's weights."""
     only: tuple[str, ...] = ()
     """Contestants; the default is all of them."""
     scale: bool = False

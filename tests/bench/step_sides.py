@@ -5,7 +5,7 @@
 
 All train rank-r adapters of the seven linears of a Llama in bf16 beside a frozen base, with AdamW, on the same random
 tokens. fquant is the step of examples.qlora, captured: a base in NF4_DQ, adapters kept in f32 and used in bf16. "eager"
-is the same function without capture, and "remat" recomputes blocks. "bf16", "bnb" and "torchao" are transformers with
+is the same function without capture, and "remat" recomputes blocks. "dense", "bnb" and "torchao" are transformers with
 PEFT, over dense weights, bitsandbytes' Linear4bit with double quantisation, and torchao's NF4Tensor. PEFT keeps
 adapters in f32 and computes with them in f32. "limit" is the matrix products of such a step, those of adapters
 included, and its attention, alone: products as torch has them of dense weights, and our attention, or torch's.
@@ -13,7 +13,8 @@ included, and its attention, alone: products as torch has them of dense weights,
 On several processes each has its share of the batch. fquant is sharded (fsdp) or replicated (dp). The peers are wrapped
 as their documentation says, in FSDP2 (a group for each decoder layer) or DDP. The limit on two sends nothing.
 
-The dtype is that of the residual stream, of dense weights, and of all but PEFT's adapters.
+The dtype is that of the residual stream, and of the weights of the peers and of the limit. fquant's embedding and head
+stay in bf16, and are cast where they are used.
 """
 
 import warnings
@@ -166,7 +167,7 @@ def peer(shape: Shape, kind: str, wrapped: str = "", dtype: torch.dtype = torch.
         "tie_word_embeddings": False, "attn_implementation": "sdpa",
     }  # fmt: skip
     model: Any = transformers.LlamaForCausalLM(transformers.LlamaConfig(**names)).to(dtype)
-    if kind != "bf16":
+    if kind != "dense":
         quantise = _torchao() if kind == "torchao" else _bitsandbytes(dtype)
         for module in list(model.model.modules()):
             for name, child in list(module.named_children()):
@@ -267,7 +268,7 @@ SIDES = {
     "fquant": Side(1, ours, True),
     "fquant remat": Side(1, partial(ours, checkpoint="full"), True),
     "fquant eager": Side(1, partial(ours, captured=False), True),
-    "bf16": Side(1, partial(peer, kind="bf16")),
+    "dense": Side(1, partial(peer, kind="dense")),
     "bnb": Side(1, partial(peer, kind="bnb")),
     "torchao": Side(1, partial(peer, kind="torchao")),
     "limit": Side(1, partial(limit, mix=attention)),
@@ -275,7 +276,7 @@ SIDES = {
     "fquant fsdp=2": Side(2, partial(ours, fsdp=2), True),
     "fquant dp=2": Side(2, partial(ours, dp=2), True),
     "limit on two": Side(2, partial(limit, mix=attention)),
-    "bf16 fsdp=2": Side(2, partial(peer, kind="bf16", wrapped="fsdp")),
+    "dense fsdp=2": Side(2, partial(peer, kind="dense", wrapped="fsdp")),
     "torchao fsdp=2": Side(2, partial(peer, kind="torchao", wrapped="fsdp")),
     "bnb ddp=2": Side(2, partial(peer, kind="bnb", wrapped="ddp")),
 }

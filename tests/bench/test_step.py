@@ -36,19 +36,19 @@ def test_what_is_wanted_is_judged():
     """Judge figures on both sides of each bound."""
     facts = {"predicted": 109, "measured": 100, "sent predicted": 7, "sent": 7}
     fast = {
-        "fquant": figures(1.0, 35, facts), "fquant eager": figures(1.26, 117), "bf16": figures(1.16, 101),
+        "fquant": figures(1.0, 35, facts), "fquant eager": figures(1.26, 117), "dense": figures(1.16, 101),
         "bnb": figures(1.2, 100.1), "limit": figures(0.951, 9), "limit on two": figures(0.96, 9),
         "fquant fsdp=2": figures(1.0, 10), "fquant dp=2": figures(0.96, 10), "torchao fsdp=2": figures(1.71, 10),
     }  # fmt: skip
     assert len(judge(fast)) == 10 and all(wanted.met for wanted in judge(fast))
     facts = {"predicted": 111, "measured": 100, "sent predicted": 8, "sent": 7}
     slow = {
-        "fquant": figures(1.0, 36, facts), "fquant eager": figures(1.24, 119), "bf16": figures(1.14, 101),
+        "fquant": figures(1.0, 36, facts), "fquant eager": figures(1.24, 119), "dense": figures(1.14, 101),
         "bnb": figures(1.2, 100.1), "limit": figures(0.949, 9), "limit on two": figures(0.89, 9),
         "fquant fsdp=2": figures(1.0, 10), "fquant dp=2": figures(0.94, 10), "torchao fsdp=2": figures(1.69, 10),
     }  # fmt: skip
     assert len(judge(slow)) == 10 and not any(wanted.met for wanted in judge(slow))
-    assert judge({"bf16": figures(1.0, 1)}) == []
+    assert judge({"dense": figures(1.0, 1)}) == []
 
 
 def test_a_side_that_cannot_take_part_is_named(monkeypatch):

@@ -42,7 +42,7 @@ typedef struct { /* x [m, inner] in `words` words a row; copy: of x, packed, or 
     int64_t turned;         /* of gemm.h: 0, or elements from a row of the result to the next, if that is w · xᵀ */
     int64_t columns, apart; /* of stripes.h: columns of y; words from a row of `copy` to the next */
     int64_t stripe, stripes; /* columns of a stripe; stripes in a unit if sums are short, else 0 */
-    int of_rows;            /* true if columns of y are rows of w */
+    int of_rows;            /* true if columns of y are rows of w, in float32 */
     int dtype, half, interleaved;
 } Gemm;
 
