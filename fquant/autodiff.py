@@ -130,6 +130,11 @@ def has_derivatives(t: Tensor) -> bool:
     return recorded or is_dual(plain) or not all(map(is_batchedtensor, wrapped))
 
 
+def in_dual_level() -> bool:
+    """Return True inside a ``dual_level``, where tensors may have tangents."""
+    return forward_ad._current_level >= 0
+
+
 def is_dual(t: Tensor) -> bool:
     """Return True if ``t`` has a tangent in a ``dual_level``."""
-    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(t).tangent is not None
+    return in_dual_level() and forward_ad.unpack_dual(t).tangent is not None

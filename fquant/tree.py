@@ -220,10 +220,10 @@ def flatten_once(x: Any) -> tuple[Any, Any] | None:
     return None if kind is None else kind.flatten_fn(x)
 
 
-def unflatten_once(cls: type, children: list[Any], context: Any) -> Any:
-    """Return the ``cls`` that :func:`flatten_once` takes apart into ``children`` and ``context``."""
+def unflattener(cls: type) -> Callable[[list[Any], Any], Any]:
+    """Return what builds a ``cls`` from the children and the context that :func:`flatten_once` takes it apart into."""
     kind: Any = namedtuple if issubclass(cls, tuple) and hasattr(cls, "_fields") else cls
-    return pytree.SUPPORTED_NODES[kind].unflatten_fn(children, context)
+    return pytree.SUPPORTED_NODES[kind].unflatten_fn
 
 
 def map_children(f: Callable[[str, Any], Any], x: Any) -> Any:

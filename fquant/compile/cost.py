@@ -5,7 +5,8 @@
 
 The step is captured as ``jit`` captures it. One walk over its graph gives
 
-* *Memory*, by liveness (liveness.py): the most that is held at once; ``holding`` lists it.
+* *Memory*, by liveness (liveness.py): the most that is held at once; ``holding`` lists it. On the host some ops take
+  ``scratch`` bytes more while they run. A process grows by ``peak - arguments + scratch``.
 * *FLOPs* of matrix products, convolutions and attention, by torch's formulas (``torch.utils.flop_counter``); a
   multiply-add is two, and elementwise work none. fquant.kernels registers those of packed products. Those of torch's
   fused attention on CPUs are below; causal attention counts half.
@@ -27,6 +28,7 @@ from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from ..device import HOST
 from . import collective_check, graph, liveness, trace
+from .memory.scratch import scratch
 from .passes.donate import written_over
 
 __all__ = ["Collective", "Cost", "Held", "cost", "of"]
@@ -69,6 +71,7 @@ class Cost:
     fetched: int = 0  # bytes from the host to the device
     stashed: int = 0  # and back
     host: int = 0  # bytes of the host: arguments that are fetched, and what is stashed
+    scratch: int = 0  # bytes that an op of torch takes for itself on the host, at most (memory/scratch.py)
 
 
 def cost(
@@ -116,6 +119,7 @@ def of(captured: trace.Captured) -> Cost:
         fetched=_transferred(calls, "fetch"),
         stashed=_transferred(calls, "stash"),
         host=liveness.peak_on_host(g),
+        scratch=max(map(scratch, calls), default=0) if captured.device == HOST else 0,
     )
 
 

@@ -13,18 +13,22 @@ checks for it. Any other argument must be hashable. The key has
 Gradient recording and inference mode are not part of it, because a captured function has its gradients inside.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C._dynamo.guards import TensorGuards
+from torch._subclasses.fake_tensor import FakeTensor
 
 from .. import tree
+from ..autodiff import in_dual_level, is_dual
 from ..device import HOST
 from . import closure as closures
 from .arguments import Structure
 from .closure import Closure, Value, freeze
 from .retraces import SHOWN, Change
+from .tracing.tracer import is_traced
 
 _AUTOCAST_DEVICES = (HOST.type, "cuda", "xpu", "mps")
 _ATTENTION = [getattr(torch._C, f"_get_{kind}_sdp_enabled") for kind in ("math", "flash", "mem_efficient", "cudnn")]
@@ -40,6 +44,21 @@ AMBIENT = (  # what of torch's state decides
 def is_plain(t: Tensor) -> bool:
     """Return True for a dense tensor without scales, which its shape and strides describe."""
     return t.layout is torch.strided and not (t.is_nested or t.is_quantized)
+
+
+def is_inside(tensors: Sequence[Tensor]) -> bool:
+    """Return True if the call is part of a transform or of another capture, or autograd detects anomalies."""
+    fakes = (type(t) is not Tensor and isinstance(t, FakeTensor) for t in tensors)
+    return _is_transformed() or any(fakes) or any(map(is_dual, tensors))
+
+
+def _is_transformed() -> bool:
+    return bool(
+        torch.compiler.is_dynamo_compiling()
+        or torch._C._are_functorch_transforms_active()
+        or is_traced()
+        or torch.is_anomaly_enabled()
+    )
 
 
 def check(name: str, bound: Any) -> None:
@@ -81,12 +100,49 @@ class Key(NamedTuple):
 
 def key_of(structure: Structure, leaves: Sequence[Any], donated: tuple[bool, ...], closure: int) -> Key:
     """Return the key of a call in torch's present state."""
+    return Key(structure, tuple(map(_kind, leaves)), donated, _ambient(), closure)
+
+
+class Repeats:
+    """The traces of earlier calls, found again without the key of a call, which takes 5 to 10 times as long to make.
+
+    Dynamo's guards compare the tensors, in C++. They are stricter than a key: a tensor that is passed twice, for
+    instance, never matches. So a call that is not found here may have a trace.
+    """
+
+    def __init__(self) -> None:
+        self._known = dict[Key, tuple[TensorGuards, list[Value | None], Any]]()
+
+    def add(self, key: Key, tensors: Sequence[Tensor], found: Any) -> None:
+        """Let calls of ``key``, such as one of ``tensors``, find ``found``."""
+        if key not in self._known and tensors:
+            others = [None if issubclass(kind[0], Tensor) else kind for kind in key.kinds]
+            check = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+            self._known[key] = check, others, found
+
+    def find(self, structure: Structure, leaves: Sequence[Any], tensors: Sequence[Tensor]) -> Iterator[tuple[Key, Any]]:
+        """Yield what was added for such arguments; ``donated`` and ``closure`` of the key are still to be compared.
+
+        Nothing is found inside a transform or a ``dual_level``, nor in a mode that sees every op, which Dynamo notices.
+        """
+        if _is_transformed() or in_dual_level():
+            return
+        for key, (check, others, found) in self._known.items():
+            if structure != key.structure or len(leaves) - len(tensors) != len(others) - others.count(None):
+                continue
+            same = len(tensors) == len(leaves) or others == [
+                None if isinstance(leaf, Tensor) else freeze(leaf) for leaf in leaves
+            ]
+            if same and check.check(*tensors) and _ambient() == key.ambient:
+                yield key, found
+
+
+def _ambient() -> tuple[Any, ...]:
     devices = _AUTOCAST_DEVICES if torch._C._is_any_autocast_enabled() else ()  # type: ignore[attr-defined]
     autocast = tuple((kind, torch.get_autocast_dtype(kind)) for kind in devices if torch.is_autocast_enabled(kind))
     device = torch.get_default_device() if torch._C._is_torch_function_mode_enabled() else None  # it is such a mode
     attention = tuple([is_allowed() for is_allowed in _ATTENTION])
-    ambient = (torch.get_default_dtype(), device, autocast, torch.are_deterministic_algorithms_enabled(), attention)
-    return Key(structure, tuple(map(_kind, leaves)), donated, ambient, closure)
+    return torch.get_default_dtype(), device, autocast, torch.are_deterministic_algorithms_enabled(), attention
 
 
 def differences(paths: Sequence[str], before: Iterable[Key], now: Key, closure: Closure) -> list[Change]:

@@ -38,10 +38,8 @@ from typing import Any, ParamSpec, TypedDict, TypeVar, Unpack, overload
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from .. import tree
-from ..autodiff import is_dual
 from ..device import HOST
 from ..kernels.batch_invariant import is_batch_invariant
 from ..kernels.dispatch import is_lazy
@@ -57,7 +55,6 @@ from .retraces import Retraces
 from .torch_compile import compiled
 from .trace import _TRACING, Captured, apply, fn_name, signature_of, trace
 from .tracing.retarget import device_of
-from .tracing.tracer import is_traced
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -130,18 +127,28 @@ def jit(
         raise ValueError(f"jit: donate names {', '.join(unknown)}; {name} has {', '.join(signature.parameters)}")
     graph.check(passes)
     traced: dict[Key, Captured] = {}
-    closure, retraces = Closure(fn), Retraces(name, max_traces)
+    repeats, closure, retraces = guards.Repeats(), Closure(fn), Retraces(name, max_traces)
 
     @functools.wraps(fn)
     def call(*args: Any, **kwargs: Any) -> Any:
         bound = by_name(args, kwargs)
         leaves, structure = flatten(bound)
-        if _is_inside([leaf for leaf in leaves if isinstance(leaf, Tensor)]):
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        if (found := repeated(bound, leaves, structure, tensors)) is not None:
+            return replay(found, tensors)
+        if guards.is_inside(tensors):
             return fn(*args, **kwargs)
         if torch._C._len_torch_dispatch_stack() and is_batch_invariant():
             fix = "enter it inside the function"
             raise RuntimeError(f"jit: {name} is called inside batch_invariant(), which its graph would not see; {fix}")
         return padding(bound, leaves, structure) if padding else run(prepare(bound, leaves, structure))
+
+    def repeated(bound: Any, leaves: Any, structure: Structure, tensors: list[Tensor]) -> Captured | None:
+        for key, found in () if padding else repeats.find(structure, leaves, tensors):
+            _, flags, version, _ = state_of(leaves, structure, tensors, bound)
+            if (flags, version) == (key.donated, key.closure):
+                return found
+        return None
 
     def prepare(bound: Any, leaves: Any, structure: Any, sizes: tuple[int, ...] = ()) -> Prepared:
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -151,7 +158,8 @@ def jit(
             bound = tree.map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) and is_lazy(leaf) else leaf, bound)
             leaves, structure = flatten(bound)
             tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        key, donated, objects = key_for(leaves, structure, tensors, bound)
+        donated, flags, version, objects = state_of(leaves, structure, tensors, bound)
+        key = key_of(structure, leaves, flags, version)
         return Prepared(bound, tensors, donated, key._replace(sizes=sizes) if sizes else key, objects)
 
     def run(given: Prepared) -> Any:
@@ -164,16 +172,17 @@ def jit(
                 if given.key not in traced:
                     return first_call(*given)
                 found = traced[given.key]
+        repeats.add(given.key, given.tensors, found)
         return replay(found, given.tensors)
 
-    def key_for(
+    def state_of(
         leaves: list[Any], structure: Structure, tensors: list[Tensor], bound: Any
-    ) -> tuple[Key, Collection[int], Any]:
+    ) -> tuple[Collection[int], tuple[bool, ...], int, Any]:
         donated = written_over(structure.parts(leaves), donate) if donate else ()
         opens = len(tensors) < len(leaves) and any(map(may_change, leaves))
         objects = [item for item in tree.items(bound) if may_change(item[1])] if opens else ()
         flags = tuple(id(t) in donated for t in tensors) if donate else ()
-        return key_of(structure, leaves, flags, closure.version(objects)), donated, objects
+        return donated, flags, closure.version(objects), objects
 
     def bind(**fixed: Any) -> Callable[..., Any]:
         if wrong := [each for each in fixed if each not in signature.parameters or each in donate]:
@@ -189,7 +198,7 @@ def jit(
         def run_rest(**rest: Any) -> Any:
             tensors, structure = flatten(rest)
             usual = all(isinstance(t, Tensor) and guards.is_plain(t) and not is_lazy(t) for t in tensors)
-            if not usual or _is_inside(tensors):
+            if not usual or guards.is_inside(tensors):
                 return call(**fixed, **rest)
             parts = structure.parts(tensors)
             donated = written_over(parts, donate) - ids if donate else ()
@@ -198,7 +207,8 @@ def jit(
             bound = signature.bind(**fixed, **rest).arguments
             if (found := known.get(key)) is None:
                 leaves, whole = flatten(bound)
-                found = traced.get(key_for(leaves, whole, [t for t in leaves if isinstance(t, Tensor)], bound)[0])
+                _, flags, version, _ = state_of(leaves, whole, [t for t in leaves if isinstance(t, Tensor)], bound)
+                found = traced.get(key_of(whole, leaves, flags, version))
                 if found is None:
                     return call(**fixed, **rest)
                 known[key] = found
@@ -208,9 +218,14 @@ def jit(
 
     def replay(found: Captured, tensors: Any, called: str = name, run: Callable[..., Any] = Captured.__call__) -> Any:
         collective_check.check_ranks_agree(called, found.collectives)
-        with torch.no_grad(), torch._C._DisableAutocast():  # type: ignore[attr-defined]  # its casts are in the graph
-            with collective_check.watched(found.collectives):
-                return run(found, *tensors)
+        records = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)  # torch.no_grad takes five calls in Python
+        try:
+            with torch._C._DisableAutocast():  # type: ignore[attr-defined]  # its casts are in the graph
+                with collective_check.watched(found.collectives):
+                    return run(found, *tensors)
+        finally:
+            torch._C._set_grad_enabled(records)
 
     def trace_of(bound: Any, donated: Collection[int] = (), lines: bool = False) -> Captured:
         device, host = device_of((path, x) for path, x in tree.items(bound) if isinstance(x, Tensor))
@@ -278,15 +293,3 @@ def _with_recordings(
         recordings = Recordings(run, g, captured.paths, recorder, name, cuda_graph is True, agree, scratch)
         return dataclasses.replace(captured, recordings=recordings)
     return captured
-
-
-def _is_inside(tensors: list[Tensor]) -> bool:
-    """Return True if the call is part of a transform or of another capture, or autograd detects anomalies."""
-    return bool(
-        torch.compiler.is_dynamo_compiling()
-        or torch._C._are_functorch_transforms_active()
-        or is_traced()
-        or torch.is_anomaly_enabled()
-        or any(type(t) is not Tensor and isinstance(t, FakeTensor) for t in tensors)
-        or any(map(is_dual, tensors))
-    )

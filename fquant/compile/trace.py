@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from .. import tree
 from ..device import HOST, META
 from . import collective_check, donation, errors, graph, validate
+from .arguments import builder
 from .cuda_graph import Recordings
 from .memory import allocator, plan
 from .passes.decompose import decompose
@@ -42,11 +43,11 @@ _TRACING = threading.RLock()  # torch's tracer is one for all threads
 
 @dataclasses.dataclass(frozen=True)
 class Captured:
-    """A traced call: its graph, the paths of its input tensors, and the structure of its result."""
+    """A traced call: its graph, the paths of its input tensors, and what builds its result."""
 
     module: GraphModule
     paths: tuple[str, ...]
-    structure: tree.Structure
+    build: Callable[[Iterable[Any]], Any]  # the result, of its leaves
     leaves: tuple[Any, ...]  # of the result: _TENSOR for a tensor, any other leaf as it is
     collectives: tuple[str, ...]  # which every rank must have
     donations: donation.Donations
@@ -63,7 +64,7 @@ class Captured:
             run = self.recordings.ready(tensors, run)  # before anything is donated, because it may raise
         modules = [self.module, self.placed.module] if self.placed else [self.module]
         found = iter(donation.retire_after(run, self.donations, tensors, modules))
-        return tree.unflatten(self.structure, [next(found) if leaf is _TENSOR else leaf for leaf in self.leaves])
+        return self.build([next(found) if leaf is _TENSOR else leaf for leaf in self.leaves])
 
     def first(self, *tensors: Tensor) -> tuple[Any, Captured]:
         """Replay with every node checked against the trace; return the result, and this capture corrected."""
@@ -109,7 +110,7 @@ def trace(
         left = iter(tensors)
         out = f(tree.unflatten(structure, [next(left) if isinstance(leaf, Tensor) else leaf for leaf in leaves]))
         errors.check_result(out)
-        result[:] = tree.flatten(out)
+        result[:] = tree.leaves(out), builder(out)
         return [leaf for leaf in result[0] if isinstance(leaf, Tensor)]
 
     device = with_index(device)
@@ -123,12 +124,12 @@ def trace(
         fusion = (fuse_pointwise, reinplace) if fuse else ()
         graph.run(module.graph, (*fusion, remove_products_with_one, remove_unused_views))
         module.recompile()
-    out, out_structure = result
+    out, build = result
     slots = tuple(_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in out)
     paths = tuple(path for path, _ in named)
     donations = {i: f"{paths[i]} was donated to {name}(...)" for i, node in enumerate(placeholders) if node in taken}
     communicates = collective_check.collectives(module.graph)
-    return Captured(module, paths, out_structure, slots, communicates, donations, device)
+    return Captured(module, paths, build, slots, communicates, donations, device)
 
 
 def _recorded(

@@ -144,7 +144,7 @@ class Ours:
             self()
         planned = sum(captured.placed.nbytes for captured in self.step.traced.values() if captured.placed)
         return {
-            "predicted": found.peak - found.arguments,
+            "predicted": found.peak - found.arguments + found.scratch,
             "measured": planned + timing.extra_bytes(self),
             "sent predicted": sum(c.sent for c in found.collectives),
             "sent": traffic.sent,

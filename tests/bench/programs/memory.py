@@ -47,4 +47,4 @@ def main(name: str, size: int) -> None:
         Path("/proc/self/clear_refs").write_text("5")
         captured(*args)
         calls.append(resident("VmHWM") - before)
-    print(json.dumps({"predicted": price.peak - price.arguments, "calls": calls}))
+    print(json.dumps({"predicted": price.peak - price.arguments + price.scratch, "calls": calls}))

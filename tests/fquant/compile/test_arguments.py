@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fquant import INT8, NF4, jit, lora, quantize, tree
-from fquant.compile.arguments import binder, flatten
+from fquant.compile.arguments import binder, builder, flatten
 
 Pair = namedtuple("Pair", "a b")
 Other = namedtuple("Other", "a b")
@@ -62,6 +62,18 @@ def test_leaves_and_equality_are_those_of_the_pytree(first, second):
     parts = structure.parts(leaves)
     assert list(parts) == list(first)
     assert all(a is b for name in first for a, b in zip(parts[name], tree.leaves(first[name]), strict=True))
+
+
+@given(TREES, TREES)
+@settings(max_examples=400, deadline=None)
+def test_results_are_built_as_the_pytree_builds_them(example, other):
+    leaves, spec = tree.flatten(example)
+    build, numbers = builder(example), [*range(len(leaves))]
+    for inner in (leaves, numbers):
+        built = build(inner)
+        assert all(a is b for a, b in zip(tree.leaves(built), inner, strict=True))
+        assert flatten({"": built})[1] == flatten({"": tree.unflatten(spec, inner)})[1]
+    assert (tree.structure(build(leaves)) == tree.structure(other)) == (spec == tree.structure(other))
 
 
 def test_static_fields_are_part_of_the_structure():

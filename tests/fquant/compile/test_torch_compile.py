@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.func import grad
+from torch.utils.flop_counter import FlopCounterMode
 
 import shard
 from fquant import NF4_DQ, jit, tree
@@ -64,7 +65,7 @@ def test_steps_that_donate(backend):
     assert len(captured.traced) == 1 and equal(base, kept)
 
 
-# --- what Dynamo still checks -----------------------------------------------------------------------------------------
+# --- what a backend is not told of ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -119,6 +120,17 @@ def test_another_number_of_threads():
             assert torch.allclose(f(x), x.sin().sum(0))
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_mode_sees_every_op(backend):
+    f, x = jit(lambda x: (x @ x.mT).sin(), compile=backend), normal(4, 6)
+    for _ in range(3):
+        with FlopCounterMode(display=False) as mode:
+            got = f(x)
+        assert mode.get_total_flops() == 2 * 4 * 6 * 4 and equal(got, (x @ x.mT).sin())
+        assert close(f(x), (x @ x.mT).sin())
+    assert len(f.traced) == 1
 
 
 def test_an_op_that_fails():

@@ -59,7 +59,7 @@ def on_host(captured, *args):
     with torch.no_grad():
         found = iter(module(*given))
     leaves = [next(found) if type(leaf) is object else leaf for leaf in captured.leaves]
-    return tree.unflatten(captured.structure, leaves)
+    return captured.build(leaves)
 
 
 def at_home(module):
