@@ -32,6 +32,7 @@ from .tracing.tracer import is_traced
 
 _AUTOCAST_DEVICES = (HOST.type, "cuda", "xpu", "mps")
 _ATTENTION = [getattr(torch._C, f"_get_{kind}_sdp_enabled") for kind in ("math", "flash", "mem_efficient", "cudnn")]
+_MOST = 8  # traces that a call is compared with before it makes a key
 AMBIENT = (  # what of torch's state decides
     "torch's default dtype",
     "torch's default device",
@@ -115,7 +116,7 @@ class Repeats:
 
     def add(self, key: Key, tensors: Sequence[Tensor], found: Any) -> None:
         """Let calls of ``key``, such as one of ``tensors``, find ``found``."""
-        if key not in self._known and tensors:
+        if tensors and len(self._known) < _MOST and key not in self._known:
             others = [None if issubclass(kind[0], Tensor) else kind for kind in key.kinds]
             check = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
             self._known[key] = check, others, found

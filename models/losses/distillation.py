@@ -34,7 +34,7 @@ from fquant.tree import expect
 from .. import decoder
 from ..blocks import IGNORE, check_ids
 from ..config import Config
-from ..fused_cross_entropy import CHUNK_BYTES, again, prepared, vocab_size
+from ..fused_cross_entropy import CHUNK_LOGITS, again, prepared, vocab_size
 from ..reference_gradient import Implementations, KernelWithReferenceGradient, at_least_float32
 from ..vocab_parallel import chunks, map_chunks
 
@@ -98,7 +98,7 @@ def divergence(
     leaves, structure = tree.flatten(whole(head))
     constants, teacher_structure = tree.flatten(whole(teacher_head))
     if not chunk:
-        chunk = max(1, max(CHUNK_BYTES, 2 * x.nbytes) // (4 * 2 * vocab))  # of both models' logits in float32
+        chunk = max(1, max(CHUNK_LOGITS // 2, x.nbytes // 4) // vocab)  # both models' logits are float32
     static = _Static(structure, teacher_structure, len(leaves), beta, temperature, chunk, caps)
     n = targets.numel()
     rows = x.reshape(n, x.shape[-1]), teacher_x.detach().reshape(n, teacher_x.shape[-1]), (targets != IGNORE).reshape(n)

@@ -349,17 +349,16 @@ def test_a_weight_is_cast_once():
 
 
 def test_default_chunk(monkeypatch):
-    """Check that logits and gradient of a chunk take CHUNK_BYTES, or each as much as x; by 16 rows if possible."""
+    """Check that a chunk has CHUNK_LOGITS logits, or as many as x has elements; by 16 rows if possible."""
     x, w, _, targets = big()
 
     def rows(budget, x):
-        monkeypatch.setattr(fused_cross_entropy, "CHUNK_BYTES", budget)
+        monkeypatch.setattr(fused_cross_entropy, "CHUNK_LOGITS", budget)
         with Largest(0) as seen:
             fused_cross_entropy.cross_entropy(x, w, targets[: len(x)])
         return seen.largest // WIDE
 
-    one = 2 * 4 * WIDE  # bytes of a row, and of its slope
-    assert [rows(one * n, x[:100]) for n in (15, 16, 17, 31, 100)] == [15, 16, 16, 16, 96]
+    assert [rows(WIDE * n, x[:100]) for n in (15, 16, 17, 31, 100)] == [15, 16, 16, 16, 96]
     assert rows(1, x) == ROWS * DIM // WIDE
     assert rows(1, x[:3]) == 1
 

@@ -24,7 +24,8 @@ __all__ = ["scratch"]
 
 _aten = torch.ops.aten
 _BLOCK = 16 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 8
-_IN_FLOAT32 = torch.ops.mkldnn._is_mkldnn_bf16_supported() and not torch.cpu._is_avx512_bf16_supported()
+_HAS_ONEDNN = torch.backends.mkldnn.is_available()
+_IN_FLOAT32 = _HAS_ONEDNN and torch.ops.mkldnn._is_mkldnn_bf16_supported() and not torch.cpu._is_avx512_bf16_supported()
 _FEW = 3  # channels, which oneDNN reads as they are
 
 
@@ -48,7 +49,7 @@ def _copied(t: Tensor) -> int:
 
 def _is_read(t: Tensor) -> bool:
     """Return True if oneDNN reads ``t`` as it is."""
-    return t.ndim == 4 and t.is_contiguous(memory_format=torch.channels_last)
+    return t.ndim == 4 and t.is_contiguous(memory_format=torch.channels_last) and not t.is_contiguous()
 
 
 def _convolution(x: Tensor, *_: Any, out: Tensor) -> int:

@@ -1,13 +1,15 @@
-"""Reinplacing: results of pointwise programs (``fuse_pointwise.py``) written over their dead arguments.
+"""Reinplacing: results written over dead arguments, of pointwise programs (``fuse_pointwise.py``) and of the loss.
 
 Behind a program one of its arguments is often dead, such as the terms of a sum of gradients. A result of the same
-layout takes its memory, so that less is held, and the memory that is written is in the cache already.
+layout takes its memory, so that less is held, and the memory that is written is in the cache already. On the host the
+gradient of logits is written over the logits, row by row.
 """
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch.fx import Graph, Node
 
 from ...kernels.ops.pointwise import OP
@@ -15,20 +17,22 @@ from ...kernels.ops.pointwise_program import parse
 from .. import graph as graphs
 from .. import liveness
 
+_SLOPE = "fquant.nll_backward.default"
+
 
 def reinplace(graph: Graph) -> None:
-    """Let each program write results over dead arguments of their layout."""
+    """Let programs, and gradients of losses, write results over dead arguments of their layout."""
     last = liveness.last_uses(graph)
     given = graphs.all_storages(graph.find_nodes(op="placeholder"))
     for place, node in enumerate(list(graph.nodes)):
-        if node.target is OP:
-            dead = [x for x in _sole_reads(node) if last[_storage(x)] == place and _storage(x) not in given]
-            _write_over(graph, node, dead, last)
+        if node.target is OP or str(node.target) == _SLOPE:
+            reads: Any = node.args[0] if node.target is OP else node.args[:1]
+            dead = [x for x in _sole_reads(reads) if last[_storage(x)] == place and _storage(x) not in given]
+            (_write_over if node.target is OP else _write_over_logits)(graph, node, dead, last)
 
 
-def _sole_reads(node: Node) -> list[Node]:
-    """Return the arguments of a program that fill their storage and are its only readers of that."""
-    reads: Any = node.args[0]
+def _sole_reads(reads: Sequence[Node]) -> list[Node]:
+    """Return those of the arguments of a program that fill their storage and are its only readers of that."""
     found = []
     for read in reads:
         (t,), memory = graphs.tensors(read), graphs.sizes(read)
@@ -58,6 +62,21 @@ def _write_over(graph: Graph, node: Node, dead: list[Node], last: dict[int, int]
             graph.erase_node(result)
         else:
             result.args = (node, remaining.index(i))
+
+
+def _write_over_logits(graph: Graph, node: Node, dead: list[Node], last: dict[int, int]) -> None:
+    """Give the gradient of a loss the memory of the logits if they are ``dead``, on the host."""
+    losses, slope = graphs.tensors(node)
+    if not dead or not losses.is_cpu or slope.dtype is torch.float64:
+        return
+    made, kwargs = torch.ops.aten.empty.memory_format, {"dtype": losses.dtype, "device": losses.device}
+    results = graphs.insert_before(node, made, (list(losses.shape),), losses, kwargs), dead[0]
+    last[_storage(dead[0])] = last[slope.untyped_storage()._cdata]
+    for item in list(node.users):
+        graphs.replace_uses(item, results[item.args[1]])  # type: ignore[index]
+        graph.erase_node(item)
+    node.target, node.kwargs = torch.ops.fquant.nll_backward.out, dict(zip(("out0", "out1"), results, strict=True))
+    node.meta["val"] = ()
 
 
 def redirect(node: Node, targets: Mapping[int, Node]) -> list[int]:

@@ -79,12 +79,13 @@ def taken(name):
     """Return the bytes that an op takes beside its results, predicted and measured."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    f, *args = OPS[name]()
-    predicted = cost(f, *args).scratch
     libc = ctypes.CDLL(None)
     assert libc.mallopt(-3, 65536)  # M_MMAP_THRESHOLD: larger blocks go back to the system when they are freed
+    f, *args = OPS[name]()
+    predicted = cost(f, *args).scratch
     for _ in range(2):
         f(*args)
+    libc.malloc_trim(0)
     before = resident("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")
     out = f(*args)

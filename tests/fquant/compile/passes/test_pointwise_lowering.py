@@ -89,12 +89,17 @@ def test_groups_are_on_one_device():
 
 
 def test_a_step_of_training_fuses_alike_on_cuda():
-    """The programs are those of the host but for divisions, and have the bits of the step."""
+    """The programs are those of the host but for divisions, and have the bits of the step.
+
+    On the host the gradient of logits is written over these besides.
+    """
     args = start()
     far, near = on(CUDA, step, *args), on(HOST, step, *args)
     ops = lambda captured: [str(n.target) for n in captured.module.graph.nodes if n.op == "call_function"]
     names = lambda captured: [[s.op.replace("div", "mul") for s in program.steps] for program in programs(captured)]
-    assert names(far) == names(near) and ops(far) == ops(near) and len(programs(far)) > 20
+    loss = ("nll_backward", "getitem", "aten.empty")
+    others = lambda captured: [op for op in ops(captured) if not any(name in op for name in loss)]
+    assert names(far) == names(near) and others(far) == others(near) and len(programs(far)) > 20
     on_fakes(far.module)
     assert equal(on_host(far, *args), step(*args))
     plain = on(CUDA, step, *args, fuse=False)
