@@ -25,7 +25,7 @@ __all__ = ["scratch"]
 _aten = torch.ops.aten
 _BLOCK = 16 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 8
 _HAS_ONEDNN = torch.backends.mkldnn.is_available()
-_IN_FLOAT32 = _HAS_ONEDNN and torch.ops.mkldnn._is_mkldnn_bf16_supported() and not torch.cpu._is_avx512_bf16_supported()
+IN_FLOAT32 = _HAS_ONEDNN and torch.ops.mkldnn._is_mkldnn_bf16_supported() and not torch.cpu._is_avx512_bf16_supported()
 _FEW = 3  # channels, which oneDNN reads as they are
 
 
@@ -70,7 +70,7 @@ def _convolution_backward(g: Tensor, x: Tensor, *rest: Any, out: Any) -> int:
 
 
 def _product(*operands: Any, out: Tensor) -> int:
-    return 4 * out.numel() if out.dtype is torch.bfloat16 and _IN_FLOAT32 else 0
+    return 4 * out.numel() if out.dtype is torch.bfloat16 and IN_FLOAT32 else 0
 
 
 def _batched_product(x: Tensor, y: Tensor, out: Tensor) -> int:

@@ -1,16 +1,20 @@
 """``cost`` counts what ops of torch take from malloc beside their results: it is what a process grows by."""
 
 import ctypes
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from fquant import cost
+from fquant.compile.memory.scratch import IN_FLOAT32
 from tests.bench.loading.resident import resident
-from tests.helpers import ranks
 
 MIB = 2**20
+LIBC, M_MMAP_THRESHOLD = ctypes.CDLL(None), -3
 aten = torch.ops.aten
 
 
@@ -78,14 +82,11 @@ OPS = {
 def taken(name):
     """Return the bytes that an op takes beside its results, predicted and measured."""
     torch.manual_seed(0)
-    torch.set_num_threads(1)
-    libc = ctypes.CDLL(None)
-    assert libc.mallopt(-3, 65536)  # M_MMAP_THRESHOLD: larger blocks go back to the system when they are freed
     f, *args = OPS[name]()
     predicted = cost(f, *args).scratch
     for _ in range(2):
         f(*args)
-    libc.malloc_trim(0)
+    LIBC.malloc_trim(0)
     before = resident("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")
     out = f(*args)
@@ -94,10 +95,27 @@ def taken(name):
     return predicted, most - kept
 
 
+def main():
+    """Print what every op takes. Larger blocks than 64 KiB go back to the system when they are freed."""
+    assert LIBC.mallopt(M_MMAP_THRESHOLD, 65536)
+    torch.set_num_threads(1)
+    print(json.dumps({name: taken(name) for name in OPS}))
+
+
+@pytest.fixture(scope="module")
+def measured():
+    command = [sys.executable, "-c", f"from {__name__} import main; main()"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[4])
+    assert not done.returncode, done.stderr
+    return json.loads(done.stdout)
+
+
 @pytest.mark.parametrize("name", OPS)
-def test_what_an_op_takes_is_counted(name):
-    ((predicted, measured),) = ranks.run(1, taken, name)
-    assert abs(predicted - measured) <= 0.05 * measured + MIB
+def test_what_an_op_takes_is_counted(name, measured):
+    if "bf16" in name and not IN_FLOAT32:
+        pytest.skip("this machine has instructions for bf16, or torch has no oneDNN: what torch takes then differs")
+    predicted, taken = measured[name]
+    assert abs(predicted - taken) <= 0.05 * taken + MIB
 
 
 def test_most_of_a_graph_counts():
