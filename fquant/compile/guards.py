@@ -11,6 +11,8 @@ checks for it. Any other argument must be hashable. The key has
 * torch's default dtype and device, autocast, determinism, and the kinds of attention that are allowed.
 
 Gradient recording and inference mode are not part of it, because a captured function has its gradients inside.
+
+A call like an earlier one is found without a key (``Repeats``). Inside a transform or another capture there is none.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

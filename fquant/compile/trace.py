@@ -54,7 +54,7 @@ class Captured:
     device: torch.device = HOST  # of its tensors
     placed: plan.MemoryPlan | None = None  # the graph with a memory plan
     recordings: Recordings | None = None  # on devices that can record
-    compiled: Callable[..., Any] | None = None  # the graph as torch.compile runs it
+    compiled: Callable[..., Any] | None = None  # the graph as a backend of torch.compile runs it
 
     def __call__(self, *tensors: Tensor, interpret: allocator.Interpret = lambda module: module) -> Any:
         """Replay the graph, and retire the donated tensors; ``interpret`` returns the function that runs a module."""
