@@ -3,7 +3,6 @@
 import contextlib
 import gc
 import warnings
-from importlib.util import find_spec
 
 import pytest
 import torch
@@ -15,6 +14,7 @@ from fquant.compile.cuda_graph import recorder_of
 from fquant.compile.memory.offsets import assign_offsets
 from fquant.compile.roofline import DEVICES, scratch
 from fquant.compile.tracing.collector import uncollected
+from fquant.kernels.dispatch import runs_programs
 from tests.helpers.arrays import equal
 from tests.helpers.cases import slow_after
 from tests.helpers.graphs import llama_step
@@ -41,10 +41,8 @@ def test_the_model_of_the_allocator():
     assert pool.allocate(MIB + 1) != last + 19 * MIB + 512 and pool.reserved == 40 * MIB  # a rest that is too small
 
 
-fused = pytest.mark.skipif(
-    find_spec("triton") is None, reason="a graph for CUDA is not fused without Triton; pip install triton"
-)
-STEPS = (2, "selective", 4, 0.055), pytest.param(6, "full", 1, 0.015, marks=fused)
+needs_programs = pytest.mark.skipif(not runs_programs("cuda"), reason="Triton is not installed: nothing is fused")
+STEPS = (2, "selective", 4, 0.055), pytest.param(6, "full", 1, 0.015, marks=needs_programs)
 
 
 @pytest.mark.parametrize(("layers", "checkpoint", "batch", "share"), slow_after(1, STEPS))
