@@ -80,10 +80,11 @@ def filtered(logits: Tensor, how: Sampling) -> Tensor:
 
 
 def sample(logits: Tensor, how: Sampling, key: Tensor | None = None, seen: Tensor | None = None) -> Tensor:
-    """Choose tokens i64[...] from logits f[... vocab]; ``key`` is i64[...] or i64[], needed above temperature 0.
+    """Choose tokens i64[...] from logits f[... vocab]; ``key`` is needed above temperature 0.
 
-    ``seen`` bool[... vocab] are the tokens of the text, needed for a penalty of repetition. Tokens of equal keys and
-    equal logits are equal. Raises ValueError without a needed key or ``seen``.
+    ``key`` is i64[...], a key for each row, or i64[], from which each row draws a number of its own. Rows with equal
+    keys and equal logits get equal tokens. ``seen`` bool[... vocab] marks the tokens of the text, needed for a penalty
+    of repetition. Raises ValueError without a needed key or ``seen``.
     """
     if how.repetition_penalty != 1:
         if seen is None or seen.shape != logits.shape:
@@ -96,5 +97,5 @@ def sample(logits: Tensor, how: Sampling, key: Tensor | None = None, seen: Tenso
     if key is None:
         raise ValueError(f"temperature is {how.temperature}, and there is no key; pass fquant.random.key(seed)")
     total = filtered(logits, how).softmax(-1).double().cumsum(-1)  # [... vocab]
-    draw = random.uniform(key, tuple(key.shape), torch.float64).expand(logits.shape[:-1])
+    draw = random.uniform(key, tuple(logits.shape[:-1]), torch.float64)
     return (total <= (draw * total[..., -1])[..., None]).sum(-1).clamp(max=logits.shape[-1] - 1)

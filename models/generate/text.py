@@ -123,7 +123,8 @@ def step(
 ) -> tuple[Tensor, Cache]:  # fmt: skip
     """Decode, and choose the next token i64[b]: a token and a cache in, a token and a cache out.
 
-    ``key`` i64[] or i64[b] is folded with the position, so that a draw depends on the key and its place in the text.
+    ``key`` is i64[b], a key for each row, or i64[]: then row i has the key ``random.fold(key, i)``. A row's key is
+    folded with the position, so a draw depends on the key of its row and on the place in the text.
     """
     logits, cache = decode(params, token, cache, cfg, comm, adapters, dtype)
     return _choose(logits, cache, key, how), cache
@@ -133,7 +134,9 @@ captured_step = jit(step, donate=("cache",), max_traces=64)
 
 
 def _choose(logits: Tensor, cache: Cache, key: Tensor | None, how: Sampling) -> Tensor:
-    key = None if key is None else random.fold(key.expand(len(logits)), cache.lengths)
+    if key is not None:
+        keys = key if key.ndim else random.fold(key, torch.arange(len(logits), device=key.device))  # [b]
+        key = random.fold(keys, cache.lengths)
     return sample(logits, how, key, cache.seen if cache.seen.shape[1] else None)
 
 
@@ -145,7 +148,8 @@ def stream(
 ) -> Iterator[list[int | None]]:  # fmt: skip
     """Yield the next token of each prompt, at most ``max_new_tokens`` times; None for rows that have stopped.
 
-    A row stops behind a token of ``stop``, which is yielded. The same key gives the same text beside any other prompts,
+    A row stops after a token of ``stop``, which is yielded. ``key`` is a key for each row, or one key, from which rows
+    get keys as in :func:`step`: samples of one prompt differ. The same key of a row gives the same text in any batch,
     up to the rounding of the products of a batch. ``step`` is :func:`step`, captured by default. ``agreed(all rows
     here have stopped)`` is true when all ranks have stopped; ranks with the same prompts need no other than ``bool``.
     Raises ValueError for an empty prompt, no prompts, or more tokens than positions, before anything is computed.

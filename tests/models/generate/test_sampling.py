@@ -81,7 +81,13 @@ def test_a_draw_depends_on_its_row_alone():
     whole = sample(x, CASES["all"], keys)
     assert whole.tolist() == [int(sample(row, CASES["all"], key)) for row, key in zip(x, keys, strict=True)]
     assert len(set(whole.tolist())) > 5
-    assert sample(x[:1].expand(3, -1), CASES["all"], keys[0]).unique().numel() == 1  # one key: one draw
+    assert sample(x[:1].expand(3, -1), CASES["all"], keys[:1].expand(3)).unique().numel() == 1  # equal keys
+
+
+def test_rows_of_one_key_have_these_probabilities():
+    x, n = logits()[:1], 20_000
+    drawn = sample(x.expand(n, -1), CASES["all"], random.key(2)).bincount(minlength=64) / n
+    torch.testing.assert_close(drawn.double(), filtered(x[0], CASES["all"]).double().softmax(-1), rtol=0, atol=0.015)
 
 
 FAULTS = {

@@ -158,12 +158,19 @@ def test_a_key_gives_the_same_text_in_any_batch():
     call = partial(
         generate.generate, params, cfg=cfg, max_new_tokens=20, how=generate.Sampling(1.0), step=generate.step
     )
+    keys = random.fold(random.key(5), torch.arange(len(PROMPTS)))
     together = call(PROMPTS, key=random.key(5))
-    assert together == [call([prompt], key=random.key(5))[0] for prompt in PROMPTS]
+    assert together == call(PROMPTS, key=keys)
+    assert together == [call([prompt], key=key[None])[0] for prompt, key in zip(PROMPTS, keys, strict=True)]
     assert together != call(PROMPTS, key=random.key(6))
-    keys = torch.stack([random.key(5), random.key(7)])
-    twice = call([PROMPTS[0]] * 2, key=keys)  # samples of one prompt
-    assert twice[0] == together[0] != twice[1]
+
+
+@pytest.mark.parametrize("step", [generate.step, generate.captured_step], ids=["eager", "captured"])
+def test_samples_of_one_prompt_differ(step):
+    cfg, params = CONFIGS["grouped"], random_params(CONFIGS["grouped"])
+    how = generate.Sampling(1.0)
+    samples = generate.generate(params, [PROMPTS[0]] * 6, cfg, max_new_tokens=12, how=how, key=random.key(5), step=step)
+    assert len(set(map(tuple, samples))) == 6
 
 
 @pytest.mark.parametrize("name", ["grouped", "gemma2"])
