@@ -6,7 +6,8 @@
 
 BASE is a Hugging Face folder, or one that ``examples.quantize`` wrote. Each weight is read, summed in float32, rounded
 once and written in turn, so memory is that of the largest. Weights that an adapter stores whole (modules_to_save,
-biases) replace those of the base. Tokenizer and generation config are copied from BASE.
+biases) replace those of the base. DoRA adapters act in the order given, as in PEFT. Tokenizer and
+generation config are copied from BASE.
 
 Packing rounds a small update away. So with ``--format`` a table shows what was lost of it: ``‖achieved - wanted‖ /
 ‖wanted‖``, where ``wanted`` is the update and ``achieved`` the change of the decoded weight. 0 is a perfect merge, and

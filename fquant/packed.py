@@ -241,6 +241,14 @@ def concatenate(parts: Sequence[Packed]) -> Packed:
     return replace(first, codes=codes, scale=torch.cat(scales), zero=zero, format=format.plain, shape=shape)
 
 
+def take_rows(p: Packed, index: slice | Tensor) -> Packed:
+    """Return the rows of ``p`` [out ...] at ``index``; codes stay, nested scales decode. The format has rows alone."""
+    scale = p.scale if isinstance(p.scale, Tensor) else _decoded(p.scale)
+    codes, zero = p.codes[index], None if p.zero is None else p.zero[index]
+    shape = len(codes), *p.shape[1:]
+    return replace(p, codes=codes, scale=scale[index], zero=zero, format=p.format.plain, shape=shape)
+
+
 def _decoded(scale: Packed) -> Tensor:
     return scale.codes.new_empty(scale.shape, dtype=torch.float32) if has_no_values(scale.codes) else dequantize(scale)
 

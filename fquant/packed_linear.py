@@ -20,6 +20,7 @@ from torch.autograd import forward_ad
 from . import random
 from .adapted import merge_aware
 from .adapted import slots as slot_products
+from .adapted.dora import gain, row_norms, unwound
 from .adapted.merge_aware import StraightThrough
 from .adapted.nodes import Adapted, AdaptedSlots, Lora, Scaled, scaling
 from .calibration import statistics
@@ -32,7 +33,7 @@ from .kernels import dispatch, packed_ops
 from .kernels.integer_ops import is_integer
 from .kernels.ops import decoding
 from .kernels.spec import SLOTS, Spec
-from .packed import Packed, buffers, dequantize
+from .packed import Packed, buffers, dequantize, take_rows
 from .packed_product import Product, matmul
 from .quantized_training import weights
 from .quantized_training.products import product
@@ -105,27 +106,15 @@ def embedding(tokens: Tensor, w: Weight | LookedUpRows) -> Tensor:
             _check_tokens(tokens, w.shape)
             if w.format.flat:
                 raise ValueError(f"{w.format.name}'s blocks straddle rows, so no row can be read; dequantize it first")
-            absmax = w.scale if isinstance(w.scale, Tensor) else dequantize(w.scale)
-            flat, shape = tokens.reshape(tokens.numel()), (tokens.numel(), w.shape[1])
-            zero = None if w.zero is None else w.zero[flat]
-            plain = w.format.plain
-            rows = replace(w, codes=w.codes[flat], scale=absmax[flat], zero=zero, format=plain, shape=shape)
-            return dequantize(rows).reshape(*tokens.shape, w.shape[1])
+            return dequantize(take_rows(w, tokens.reshape(tokens.numel()))).reshape(*tokens.shape, w.shape[1])
         case LookedUpRows(table=table):
             return embedding(torch.arange(tokens.numel(), device=tokens.device).reshape(tokens.shape), table)
         case Trainable(weight=dense, recipe=recipe):
             return embedding(tokens, _fake(dense, recipe) if isinstance(recipe, FakeQuantization) else dense)
         case Adapted(base=base, lora=lora, merge_aware=True):
             return _merge_aware_rows(tokens, base, lora)
-        case Adapted(base=base, lora=lora):
-            y, b = embedding(tokens, base), F.embedding(tokens, lora.b)
-            total = y + (scaling(lora) * (b @ lora.a)).to(y.dtype)
-            if lora.magnitude is None:
-                return total
-            n = tokens.numel()
-            norms = row_norms(y.reshape(n, y.shape[-1]), replace(lora, b=b.reshape(n, b.shape[-1])))
-            gain = lora.magnitude[tokens].reshape(n) / norms
-            return total * gain.reshape(*tokens.shape, 1).to(y.dtype)
+        case Adapted():
+            return _adapted_rows(tokens, w)
         case _:
             raise TypeError(f"embedding got a weight of type {type(w).__name__}; wanted Tensor, Packed or Adapted")
 
@@ -204,42 +193,41 @@ def _with_act(x: Tensor, w: Weight, act: Activations) -> Tensor:
 
 
 def _adapted(x: Tensor, w: Adapted, act: Activations | None = None) -> Tensor:
-    lora = w.lora
-    y = linear(x, w.base, act=act)
-    dropped = x if w.key is None else random.dropout(x, lora.dropout, w.key)
-    update = linear(scaling(lora) * linear(dropped.to(lora.a.dtype), lora.a), lora.b)  # scaled where it is smallest
-    update = update.to(y.dtype)
-    if lora.magnitude is None:
-        return y + update
-    gain = (lora.magnitude / row_norms(w.base, lora)).to(y.dtype)  # f[out]
-    return gain * (y + update) if dropped is x else y + (gain - 1) * linear(dropped, w.base, act=act) + gain * update
+    root, nodes = unwound(w)
+    y = linear(x, root, act=act)
+    for node in nodes:
+        lora = node.lora
+        dropped = x if node.key is None else random.dropout(x, lora.dropout, node.key)
+        low = linear(dropped.to(lora.a.dtype), lora.a)
+        update = linear(scaling(lora) * low, lora.b).to(y.dtype)  # scaled where it is smallest
+        if lora.magnitude is None:
+            y = y + update
+            continue
+        factors = gain(lora.magnitude, row_norms(root, lora))  # f[out]
+        if dropped is x:
+            y = (factors * (y + update)).to(y.dtype)
+        else:
+            y = (y + (factors - 1) * linear(dropped, root, act=act) + factors * update).to(y.dtype)
+    return y
+
+
+def _adapted_rows(tokens: Tensor, w: Adapted) -> Tensor:
+    """Look up rows of a table and of its adapters."""
+    root, nodes = unwound(w)
+    y = base = embedding(tokens, root)
+    for lora in (node.lora for node in nodes):
+        b = F.embedding(tokens, lora.b)
+        y = y + (scaling(lora) * (b @ lora.a)).to(y.dtype)
+        if lora.magnitude is not None:
+            flat = lambda t: t.reshape(tokens.numel(), t.shape[-1])
+            norms = row_norms(flat(base), replace(lora, b=flat(b)))
+            y = (gain(lora.magnitude[tokens], norms.reshape(tokens.shape))[..., None] * y).to(y.dtype)
+    return y
 
 
 def _with_slots(x: Tensor, w: AdaptedSlots, act: Activations | None = None) -> Tensor:
     y = linear(x, w.base, act=act)
     return y + slot_products.updates(x, w.slots, w.key).to(y.dtype)
-
-
-def row_norms(base: Weight, lora: Lora) -> Tensor:
-    """Return the Euclidean norms f[out] of the rows of ``W + s·b·a``, constants as in section 4.3 of DoRA.
-
-    The form is factored and exact, ‖W‖² + 2s·(W·aᵀ)∘b + s²·(b·a·aᵀ)∘b summed along rows: no dense update is formed.
-    """
-    a, b, s = lora.a.detach(), lora.b.detach(), scaling(lora)
-    cross = (linear(a, base).mT * b).sum(-1)
-    square = ((b @ (a @ a.mT)) * b).sum(-1)
-    return (square_norms(base, a.dtype) + 2 * s * cross + s * s * square).clamp(min=0).sqrt().detach()
-
-
-def square_norms(w: Any, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return the squared Euclidean norms f[out] of the rows of ``w`` [out in]."""
-    if isinstance(w, Scaled | StraightThrough | Trainable | AdaptedSlots):
-        raise TypeError(f"the norms of a {type(w).__name__} were asked for; wanted a Tensor, Packed or Adapted")
-    if isinstance(w, Adapted):
-        norms = row_norms(w.base, w.lora) if w.lora.magnitude is None else w.lora.magnitude.detach()
-        return norms.square()
-    dense = dequantize(w, dtype) if isinstance(w, Packed) else w.detach().to(dtype)
-    return dense.square().sum(-1)
 
 
 def _has_few_rows(x: Tensor, w: Tensor) -> bool:

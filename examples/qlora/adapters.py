@@ -16,9 +16,9 @@ import torch
 import tyro
 
 from fquant import lora, random, tree
+from fquant.adapted.dora import row_norms
 from fquant.io import peft
 from fquant.lazy import Lazy
-from fquant.packed_linear import square_norms
 from models import decoder, hf
 from models.config import Config
 
@@ -153,6 +153,6 @@ def beside(options: Any, adapters: lora.Adapters, packed: Any) -> lora.Adapters:
         return adapters
 
     def norms(w: Any) -> torch.Tensor:
-        return square_norms(w.read() if isinstance(w, Lazy) else w).sqrt().float()
+        return row_norms(w.read() if isinstance(w, Lazy) else w).float()
 
     return {path: dataclasses.replace(x, magnitude=norms(tree.get(packed, path))) for path, x in adapters.items()}

@@ -36,7 +36,7 @@ from ..device import HOST
 from ..kernels import packed_ops
 from ..kernels.registry import register
 from ..kernels.spec import SLOTS, Spec, layout, scales, spec_of, stack
-from ..packed import Packed, _quantize, buffers, concatenate, dequantize, quantize
+from ..packed import Packed, _quantize, buffers, concatenate, dequantize, quantize, take_rows
 from ..tree import expect, node
 
 PIECE = 1 << 18  # elements of a weight that are summed at a time on CPUs, in float64, so that they stay in a cache
@@ -98,20 +98,14 @@ def pack_sum(base: Packed, a: Tensor, b: Tensor, s: float) -> Packed:
         one = lambda t, i: t[i] if t.ndim == inner + 1 else t
         each = [pack_sum(tree.map(lambda t, i=i: t[i], base), one(a, i), one(b, i), s) for i in range(outer[0])]
         return tree.map(lambda *t: torch.stack(t), *each)
-    format, plain = base.format, base.format.plain
+    format = base.format
     once = lambda w, format, b: quantize(add_update(dequantize(w), a, b, s).to(base.dtype), format)
     if not format.rows_alone or len(base.shape) != 2:
         return once(base, format, b)
-    scale = base.scale if isinstance(base.scale, Tensor) else dequantize(base.scale)
     out, width = base.shape
-    count = _rows(base.codes.device, width)
-    parts = []
-    for i in range(0, out, count):
-        some = slice(i, i + count)
-        zero = None if base.zero is None else base.zero[some]
-        rows = replace(base, codes=base.codes[some], scale=scale[some], zero=zero, format=plain)
-        parts.append(once(replace(rows, shape=(len(rows.codes), width)), plain, b[some]))
-    whole = concatenate(parts)
+    count, rows = _rows(base.codes.device, width), take_rows(base, slice(None))
+    pieces = [slice(i, i + count) for i in range(0, out, count)]
+    whole = concatenate([once(take_rows(rows, some), rows.format, b[some]) for some in pieces])
     if format.scale is None:
         return whole
     assert isinstance(whole.scale, Tensor)

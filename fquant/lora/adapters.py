@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import random, tree
+from ..adapted.dora import row_norms, unwound
 from ..adapted.merge_aware import check
 from ..adapted.nodes import AdaptedSlots, Ia3, LoraSlots, Scaled
 from ..communication import AfterLoad, Loadable, LookedUpRows
@@ -21,7 +22,7 @@ from ..grouped_products import full_shape
 from ..kernels.dispatch import has_no_values
 from ..lazy import Lazy
 from ..packed import Packed
-from ..packed_linear import Adapted, Lora, square_norms
+from ..packed_linear import Adapted, Lora
 from ..quantized_training.recipes import Trainable
 from ..tree import expect
 
@@ -56,7 +57,7 @@ def init(
             a = random.kaiming_uniform(own, shape, width) if init == "kaiming" else random.normal(own, shape) / rank
             if dora and (isinstance(w, Lazy) or any(map(has_no_values, tree.leaves(w)))):
                 raise ValueError("DoRA starts from the norms of rows, and this weight has not been read; read it first")
-            magnitude = square_norms(w).sqrt().to(dtype) if dora else None
+            magnitude = row_norms(unwound(w)[0]).to(dtype) if dora else None
             a = a.to(_device(w, a.device), dtype)
             adapters[path] = Lora(a, a.new_zeros(*many, out, rank), magnitude, alpha, rank_stabilised, dropout)
     return adapters

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from .. import tree
+from ..adapted import dora
 from ..adapted.merge_aware import add_update
 from ..adapted.nodes import Scaled
 from ..communication import AfterLoad
 from ..format import Format
 from ..packed import Packed, dequantize, quantize
-from ..packed_linear import Adapted, row_norms, scaling
+from ..packed_linear import Adapted, scaling
 from ..tree import expect
 from .adapters import Adapters, attach
 
@@ -97,11 +98,14 @@ def _replace_adapted(x: Any, f: Any, path: str) -> Any:
 
 
 def _sum(x: Adapted, dtype: torch.dtype | None) -> Tensor:
-    base = _sum(x.base, None) if isinstance(x.base, Adapted) else x.base
-    w = dequantize(base) if isinstance(base, Packed) else base
-    total = add_update(w, x.lora.a, x.lora.b, scaling(x.lora))
-    if x.lora.magnitude is not None:
-        total = total * (x.lora.magnitude / row_norms(base, x.lora)).float()[:, None]
+    root, nodes = dora.unwound(x, merge_aware=True)
+    w = total = dequantize(root) if isinstance(root, Packed) else root
+    for lora in (node.lora for node in nodes):
+        update = lora.a, lora.b, scaling(lora)
+        before, total = total, add_update(total, *update)
+        if lora.magnitude is not None:
+            alone = total if before is w else add_update(w, *update)
+            total = total * dora.gain(lora.magnitude, torch.linalg.vector_norm(alone, dim=-1)).float()[..., None]
     return total.to(dtype or w.dtype)
 
 

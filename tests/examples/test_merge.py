@@ -86,6 +86,21 @@ def test_several_adapters_add_as_in_peft(source, adapters, tmp_path):
     assert (logits(ours) - logits(merged_by_peft(source, *adapters))).abs().max() < 2e-5
 
 
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=str)
+def test_several_doras_are_those_of_peft_in_order(source, tmp_path, order):
+    """Compare with PEFT's merge and with both active."""
+    targets = (["q_proj", "up_proj"], ["q_proj", "down_proj"])
+    both = [theirs(source, tmp_path / f"{i}", seed=i, target_modules=x, use_dora=True) for i, x in enumerate(targets)]
+    both = [both[i] for i in order]
+    assert run(source, *both, tmp_path / "out") == 0
+    ours = logits(AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32))
+    model = peer.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32), both[0])
+    model.load_adapter(both[1], "other")
+    model.base_model.set_adapter(["default", "other"])
+    for wanted in (logits(merged_by_peft(source, *both)), logits(model)):
+        assert (ours - wanted).abs().max() < 2e-5
+
+
 def test_scales_multiply_the_updates(source, adapters, tmp_path):
     assert run(source, *adapters, tmp_path / "out", "--scales", "0.5", "-2") == 0
     _, base = hf.load(source)
