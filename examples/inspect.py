@@ -30,7 +30,7 @@ from fquant import Packed, tree
 from fquant.io import gguf, lazy_tree, peft_config, peft_tensors, quantized, safetensors
 from fquant.io.peft import WEIGHTS
 from fquant.lazy import Lazy
-from models import decoder, hf
+from models import decoder, hf, presets
 from models.export import gguf as gguf_names
 from models.hf.folder import headers, read_json
 
@@ -39,6 +39,7 @@ from .common.model_folders import MIB, content, loss
 from .common.progress import bar
 
 FLOATS = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+FAMILY = presets.PRESETS["llama3-8b"]  # the modules that PEFT adapts have the same names in all
 _nbytes = lambda entry: entry.stop - entry.start
 
 
@@ -175,7 +176,8 @@ def adapter(source: Path) -> Content:
         shape = (b[-1], a[0]) if is_table and a and b else (b[0], a[-1]) if a and b else ()
         kind = f"lora, rank {settings.rank(module)}, alpha {settings.alpha(module):g}"
         kind += ", dora" if peft_tensors.FIELDS["magnitude"] in entries else ""
-        rows.append(Row(hf.path_of(module) or module, shape, kind, sum(map(_nbytes, entries.values()))))
+        path = hf.path_of(module, FAMILY) or module
+        rows.append(Row(path, shape, kind, sum(map(_nbytes, entries.values()))))
     rows += [_tensor_row(name.removeprefix(peft_tensors.PREFIX), header, name) for name in whole]
     return Content("PEFT adapter", rows)
 

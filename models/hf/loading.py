@@ -20,7 +20,6 @@ from .. import decoder
 from ..config import Config
 from . import packed, stacks
 from .folder import CONFIG, first, headers, read_config
-from .names import tensor_name
 from .quantized import Quantized
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -78,15 +77,15 @@ def lazy(folder: str | Path, device: torch.device = HOST) -> tuple[Config, Any]:
         stamp = partial(safetensors.stamp, header, name)
         read: Callable[[], Tensor] = rows
         if path == "embed" and cfg.tied and HEAD in found:
-            read = partial(_read_tied, header, found[HEAD], device)
+            read = partial(_read_tied, header, name, found[HEAD], device)
         return Lazy(read, like.to(entry.dtype), stamp, rows if read is rows else None, device=device)
 
     return cfg, tree.map_with_path(leaf, decoder.shapes(cfg))
 
 
-def _read_tied(header: safetensors.Header, head: safetensors.Header, device: torch.device) -> Tensor:
+def _read_tied(header: safetensors.Header, name: str, head: safetensors.Header, device: torch.device) -> Tensor:
     """Read the embedding; raise ValueError if the file has another head, which transformers would use."""
-    embed = safetensors.read(header, name := tensor_name("embed"), device=device)
+    embed = safetensors.read(header, name, device=device)
     rows, entry = max(1, CHUNK // max(1, embed.nbytes // len(embed))), head.tensors[HEAD]
     alike = (entry.shape, entry.dtype) == (tuple(embed.shape), embed.dtype)
     for start in range(0, len(embed), rows):

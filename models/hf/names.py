@@ -22,18 +22,18 @@ POST_NORMS = {  # of a layer that also normalises the results of attention and M
 }
 
 
-def module_name(path: str, cfg: Config | None = None) -> str:
+def module_name(path: str, cfg: Config) -> str:
     """Name the module that holds the weight at ``path``: "layers.0.q" -> "model.layers.0.self_attn.q_proj".
 
-    Families differ in the names of norms and experts; without ``cfg`` they are those of Llama. A weight of experts is a
-    parameter of its own, and its name is returned. PEFT has one layout of its adapters, also if transformers holds the
-    parameter as [experts in out]. Raises ValueError for a path that is no weight of a decoder.
+    Families differ in the names of norms and experts: Gemma's ``post_attention_layernorm`` is not Llama's. A weight of
+    experts is a parameter of its own, and its name is returned. PEFT has one layout of its adapters, also if
+    transformers holds the parameter as [experts in out]. Raises ValueError for a path that is no weight of a decoder.
     """
     layer = _layer(cfg)
     if path in MODEL:
         return MODEL[path]
     match path.split("."):
-        case ["layers", n, field] if n.isdecimal() and cfg is not None and cfg.has_experts(int(n)) and field in EXPERTS:
+        case ["layers", n, field] if n.isdecimal() and cfg.has_experts(int(n)) and field in EXPERTS:
             name = BIASED_ROUTER if field == "router" and cfg.expert_bias else EXPERTS[field]
             return f"model.layers.{n}.{name}"
         case ["layers", n, field] if n.isdecimal() and field in layer:
@@ -41,7 +41,7 @@ def module_name(path: str, cfg: Config | None = None) -> str:
     raise ValueError(f"{path!r} is no weight of a decoder; want one of {', '.join(MODEL)}, layers.N.{'|'.join(layer)}")
 
 
-def path_of(module_name: str, cfg: Config | None = None) -> str | None:
+def path_of(module_name: str, cfg: Config) -> str | None:
     """Invert :func:`module_name`; None for a module without a weight of ours."""
     for path, name in MODEL.items():
         if name == module_name:
@@ -58,7 +58,7 @@ def tied_modules(cfg: Config) -> dict[str, str]:
     return {MODEL["embed"]: MODEL["final.head"]} if cfg.tied else {}
 
 
-def tensor_name(path: str, cfg: Config | None = None) -> str:
+def tensor_name(path: str, cfg: Config) -> str:
     """Name the tensor at ``path`` in a file: "layers.0.q_bias" -> "model.layers.0.self_attn.q_proj.bias".
 
     Weights of experts have their name in the memory of transformers; ``stacks`` has those in files.
@@ -72,5 +72,5 @@ def tensor_name(path: str, cfg: Config | None = None) -> str:
     return name + (".weight" if weight == path else ".bias")
 
 
-def _layer(cfg: Config | None) -> dict[str, str]:
-    return LAYER | POST_NORMS if cfg is not None and cfg.post_norms else LAYER
+def _layer(cfg: Config) -> dict[str, str]:
+    return LAYER | POST_NORMS if cfg.post_norms else LAYER

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import shutil
+from functools import partial
 
 import gguf as package
 import pytest
@@ -93,7 +94,7 @@ def test_merged_with_an_adapter(source, tmp_path):
         path: dataclasses.replace(x, b=0.05 * random.normal(random.key(2), tuple(x.b.shape)))
         for path, x in adapters.items()
     }
-    peft.save(tmp_path / "adapter", adapters, hf.module_name)
+    peft.save(tmp_path / "adapter", adapters, partial(hf.module_name, cfg=CFG))
     flags = ("--to", "merged", "--kind", "f32", "--adapter", tmp_path / "adapter")
     assert run(source, tmp_path / "out", *flags) == 0
     base = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
@@ -101,7 +102,7 @@ def test_merged_with_an_adapter(source, tmp_path):
     _, found = hf.load(tmp_path / "out")
     weights = dict(model.named_parameters())
     for path in ("layers.0.q", "layers.1.down", "layers.0.k", "embed"):
-        wanted = weights[hf.tensor_name(path)].float()
+        wanted = weights[hf.tensor_name(path, CFG)].float()
         assert (tree.get(found, path) - wanted).abs().max() <= 2**-7 * wanted.abs().max(), path
     exact = tree.get(lora.merge(params, adapters), "layers.0.q")
     assert (found.layers[0].q - exact).abs().max() < 1e-6 and not torch.equal(exact, params.layers[0].q)
@@ -178,7 +179,7 @@ def test_what_is_not_given(source, capsys, flags, fault):
 def test_an_adapter_of_another_model_is_refused(source, tmp_path, capsys):
     _, params = hf.load(source)
     adapters = lora.init(params, r"layers\.1\.q", rank=4, alpha=8, key=random.key(1))
-    peft.save(tmp_path / "adapter", {"layers.7.q": adapters["layers.1.q"]}, hf.module_name)
+    peft.save(tmp_path / "adapter", {"layers.7.q": adapters["layers.1.q"]}, partial(hf.module_name, cfg=CFG))
     assert run(source, tmp_path / "out", "--to", "merged", "--adapter", tmp_path / "adapter") == 2
     assert "--adapter: layers.7.q is no weight of this model" in capsys.readouterr().err
 

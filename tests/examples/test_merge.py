@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+from functools import partial
 
 import peft as peer
 import pytest
@@ -105,7 +106,7 @@ def test_scales_multiply_the_updates(source, adapters, tmp_path):
     assert run(source, *adapters, tmp_path / "out", "--scales", "0.5", "-2") == 0
     _, base = hf.load(source)
     _, got = hf.load(tmp_path / "out")
-    found = [peft.load(at, hf.path_of) for at in adapters]
+    found = [peft.load(at, partial(hf.path_of, cfg=CFG)) for at in adapters]
     wanted = lora.merge(base, lora.combine(found, [0.5, -2.0], "cat"))
     for path, w in tree.items(wanted):
         assert (tree.get(got, path) - w).abs().max() < 1e-6, path
@@ -131,7 +132,7 @@ def test_a_sum_is_rounded_once(source, adapters, tmp_path):
     assert run(source, adapters[0], tmp_path / "out", "--dtype", "bf16", "--shard", "0.0001") == 0
     _, base = hf.load(source)
     _, got = hf.load(tmp_path / "out")
-    wanted = lora.merge(base, peft.load(adapters[0], hf.path_of), torch.float32)
+    wanted = lora.merge(base, peft.load(adapters[0], partial(hf.path_of, cfg=CFG)), torch.float32)
     assert all(map(same_bits, tree.leaves(got), tree.leaves(tree.map(torch.Tensor.bfloat16, wanted))))
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 3
 
@@ -142,7 +143,7 @@ def test_packed_with_the_measured_loss(source, adapters, tmp_path, capsys):
     printed = capsys.readouterr().out
     _, base = hf.load(source)
     got = lazy.read(hf.lazy(tmp_path / "out")[1])
-    found = peft.load(adapters[0], hf.path_of)
+    found = peft.load(adapters[0], partial(hf.path_of, cfg=CFG))
     wanted, losses = lora.merge_packed(tree.map_at(ALL, lambda w: w, base), found, INT8)
     wanted = tree.map_at(ALL, lambda w: w if isinstance(w, Packed) else quantize(w, INT8), wanted)
     assert all(map(same_bits, tree.leaves(got), tree.leaves(wanted)))
@@ -178,7 +179,7 @@ def test_a_packed_base(source, adapters, tmp_path):
     _, dense = hf.load(source)
     base = tree.map_at(ALL, lambda w: quantize(w, INT8), dense)
     hf.save_packed(tmp_path / "base", CFG, base)
-    found = peft.load(adapters[0], hf.path_of)
+    found = peft.load(adapters[0], partial(hf.path_of, cfg=CFG))
     assert run(tmp_path / "base", adapters[0], tmp_path / "plain") == 0
     wanted = dequantize(lora.merge(base, found))
     assert all(map(same_bits, tree.leaves(hf.load(tmp_path / "plain")[1]), tree.leaves(wanted)))
@@ -191,7 +192,7 @@ def test_a_packed_base(source, adapters, tmp_path):
 def test_merge_followed_by_save_loads_in_transformers(source, adapters, tmp_path):
     cfg, dense = hf.load(source)
     base = tree.map_at(r"layers\.\d+\.(k|v|up)", lambda w: quantize(w, INT8), dense)
-    found = peft.load(adapters[1], hf.path_of)
+    found = peft.load(adapters[1], partial(hf.path_of, cfg=CFG))
     whole = lora.merge(base, found, torch.float32)
     hf.save(tmp_path / "out", cfg, whole)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
@@ -225,7 +226,7 @@ def test_refused(source, adapters, tmp_path, capsys):
     refused("no such folder", tmp_path / "none", one, out)
     _, params = hf.load(source)
     some = lora.init(params, r"layers\.1\.q", rank=4, alpha=8, key=random.key(1))["layers.1.q"]
-    peft.save(tmp_path / "deep", {"layers.7.q": some}, hf.module_name)
+    peft.save(tmp_path / "deep", {"layers.7.q": some}, partial(hf.module_name, cfg=CFG))
     refused(
         "deep: layers.7.q: got no weight of that path in the base; use the adapter's own",
         source,
@@ -233,7 +234,7 @@ def test_refused(source, adapters, tmp_path, capsys):
         out,
     )
     wide = dataclasses.replace(some, a=torch.zeros(4, 64))
-    peft.save(tmp_path / "wide", {"layers.1.q": wide}, hf.module_name)
+    peft.save(tmp_path / "wide", {"layers.1.q": wide}, partial(hf.module_name, cfg=CFG))
     refused("an adapter a (4, 64), b (128, 4) does not fit a weight (128, 128)", source, tmp_path / "wide", out)
     theirs(source, tmp_path / "saved", target_modules=["q_proj"], modules_to_save=["lm_head"])
     capsys.readouterr()  # transformers shows progress

@@ -51,7 +51,7 @@ def trained(base, **options):
 def test_an_adapter_saved_here_gives_the_same_logits_in_peft(kind, packed, tmp_path):
     base, model = packed
     adapters = trained(base, **KINDS[kind])
-    peft.save(tmp_path / "adapter", adapters, hf.module_name)
+    peft.save(tmp_path / "adapter", adapters, partial(hf.module_name, cfg=CFG))
     with torch.no_grad():
         plain = model(TOKENS).logits
         theirs = PeftModel.from_pretrained(model, tmp_path / "adapter").eval()(TOKENS).logits
@@ -72,7 +72,7 @@ def test_an_adapter_saved_by_peft_gives_the_same_logits_here(kind, packed, tmp_p
     torch.manual_seed(0)
     theirs = get_peft_model(model, config).eval()
     theirs.save_pretrained(tmp_path / "adapter")
-    adapters = peft.load(tmp_path / "adapter", hf.path_of)
+    adapters = peft.load(tmp_path / "adapter", partial(hf.path_of, cfg=CFG))
     assert set(adapters) == {f"layers.{i}.{name}" for i in range(2) for name in ("q", "down")}
     with torch.no_grad():
         wanted = theirs(TOKENS).logits
@@ -86,7 +86,7 @@ def test_gradients_of_adapters_equal_pefts(tmp_path):
     assert isinstance(base.layers[0].q, Packed)
     hf.save(tmp_path / "base", CFG, tree.map_at(WEIGHTS, dequantize, base))
     adapters = trained(base)
-    peft.save(tmp_path / "adapter", adapters, hf.module_name)
+    peft.save(tmp_path / "adapter", adapters, partial(hf.module_name, cfg=CFG))
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
     model = PeftModel.from_pretrained(model, tmp_path / "adapter", is_trainable=True)
     torch.log_softmax(model(TOKENS).logits, -1)[..., 0].mean().backward()
@@ -98,7 +98,7 @@ def test_gradients_of_adapters_equal_pefts(tmp_path):
     theirs = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     assert len(theirs) == 2 * len(ours)
     for path, g in ours.items():
-        module = f"base_model.model.{hf.module_name(path)}"
+        module = f"base_model.model.{hf.module_name(path, CFG)}"
         for name, mine in (("lora_A", g.a), ("lora_B", g.b)):
             wanted = theirs[f"{module}.{name}.default.weight"]
             torch.testing.assert_close(mine, wanted, atol=1e-6, rtol=1e-4)

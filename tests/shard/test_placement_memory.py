@@ -36,7 +36,7 @@ def write_checkpoint(folder: Path) -> int:
     for block in decoder.dims(CFG):
         file = f"model-{block}.safetensors"
         tensors = {
-            hf.tensor_name(f"{block}.{path}".rstrip(".")): torch.empty_like(t, device="cpu").uniform_(
+            hf.tensor_name(f"{block}.{path}".rstrip("."), CFG): torch.empty_like(t, device="cpu").uniform_(
                 -1, 1, generator=draw
             )
             for path, t in tree.items(tree.get(outline, block))

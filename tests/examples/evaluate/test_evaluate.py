@@ -1,6 +1,7 @@
 """examples.evaluate against logits of transformers and PEFT, token by token."""
 
 import json
+from functools import partial
 
 import peft as peer
 import pytest
@@ -32,7 +33,7 @@ def adapter(model, tmp_path_factory):
     _, params = hf.load(model)
     adapters = lora.init(params, r"layers\.\d+\.(q|v|down)", rank=4, alpha=8, key=random.key(1))
     folder = tmp_path_factory.mktemp("adapters") / "adapter"
-    peft.save(folder, tree.map(lambda t: t + 0.05, adapters), hf.module_name)
+    peft.save(folder, tree.map(lambda t: t + 0.05, adapters), partial(hf.module_name, cfg=hf.read_config(model)))
     return folder
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -63,7 +64,7 @@ def test_preferences_are_learnt(model, records, tmp_path, given):
         assert result["loss_before"] == pytest.approx(0.6931, abs=0.02)
         assert metrics(tmp_path / "run")[0]["loss"] == pytest.approx(0.6931, abs=0.02)
     assert (tmp_path / "run" / "best").exists() == ("validate_every" in given)
-    assert peft.load(tmp_path / "run" / "adapter", hf.path_of)
+    assert peft.load(tmp_path / "run" / "adapter", partial(hf.path_of, cfg=hf.read_config(model)))
 
 
 def some_steps(options):

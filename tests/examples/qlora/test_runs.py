@@ -6,6 +6,7 @@ import math
 import random
 import re
 import shutil
+from functools import partial
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from models import decoder, hf
 from shard.checkpoint import steps
 from tests.helpers import ranks
 from tests.helpers.cases import slow_after
+from tests.helpers.model_folders import TINY
 from tests.helpers.sharding.checkpoints import last_bytes, last_state
 
 pytestmark = pytest.mark.xdist_group("ranks")
@@ -55,8 +57,11 @@ def whole(given):
     return options
 
 
+PATH_OF = partial(hf.path_of, cfg=TINY)
+
+
 def adapters_in(folder):
-    return peft.load(folder / "adapter", hf.path_of)
+    return peft.load(folder / "adapter", PATH_OF)
 
 
 def assert_same(a, b):
@@ -237,7 +242,7 @@ def test_kinds_of_adapters_and_optimisers(given, tmp_path, options):
     """PEFT's folder of each says what was asked for, trains, and starts another run."""
     options = dataclasses.replace(given, steps=3, out=tmp_path / "a", **options)
     assert ran(options) is None
-    adapters = peft.load(tmp_path / "a" / "adapter", hf.path_of, hf.tied_modules(hf.read_config(given.model)))
+    adapters = peft.load(tmp_path / "a" / "adapter", PATH_OF, hf.tied_modules(hf.read_config(given.model)))
     assert all(x.b.abs().max() > 0 for x in adapters.values())
     one = adapters["layers.0.q"]
     assert (one.magnitude is not None) == options.dora and one.rank_stabilised == options.rank_stabilised
@@ -249,7 +254,7 @@ def test_kinds_of_adapters_and_optimisers(given, tmp_path, options):
         given, steps=1, lr=1e-9, warmup=0, adapter=tmp_path / "a" / "adapter", out=tmp_path / "b", weight_decay=0.0
     )
     assert ran(again) is None
-    second = peft.load(tmp_path / "b" / "adapter", hf.path_of, hf.tied_modules(hf.read_config(given.model)))
+    second = peft.load(tmp_path / "b" / "adapter", PATH_OF, hf.tied_modules(hf.read_config(given.model)))
     for path, x in tree.items(second, is_leaf=lambda x: isinstance(x, lora.Lora)):
         assert tree.structure(x) == tree.structure(adapters[path])
         for name, t in tree.items(x):

@@ -1,9 +1,11 @@
 """Tests of fquant.io.peft_tensors: every kind of tensor and setting, with the logits of PEFT's own model as oracle."""
 
 import dataclasses
+import inspect
 import json
 import os
 import re
+from functools import partial
 
 import peft as hf
 import pytest
@@ -15,6 +17,7 @@ from fquant.io import peft
 from fquant.lora import Lora
 from models import decoder
 from models import hf as folders
+from models import hf_encoder as encoders
 from tests.helpers import peft_models as models
 
 # PEFT 0.21 asks transformers 5 for a property by its former name.
@@ -115,7 +118,7 @@ def test_a_decoder_with_attached_adapters_computes_the_logits_of_peft(tmp_path, 
     models.adapted(models.llama(), **options).save_pretrained(tmp_path / "adapter")
     want = models.logits(hf.PeftModel.from_pretrained(models.llama(), tmp_path / "adapter").eval())
     cfg, base = folders.load(tmp_path / "base")
-    adapters, whole = peft.load_all(tmp_path / "adapter", folders.path_of, tied={})
+    adapters, whole = peft.load_all(tmp_path / "adapter", partial(folders.path_of, cfg=cfg), tied={})
     attached = lora.attach(lora.replace_weights(base, whole), adapters)
     torch.testing.assert_close(decoder.forward(attached, models.TOKENS, cfg), want, atol=1e-5, rtol=1e-5)
 
@@ -126,7 +129,7 @@ def test_a_head_and_norms_in_full_come_back_by_the_paths_of_a_decoder(tmp_path):
     models.adapted(models.llama(), **options).save_pretrained(tmp_path / "adapter")
     want = models.logits(hf.PeftModel.from_pretrained(models.llama(), tmp_path / "adapter").eval())
     cfg, base = folders.load(tmp_path / "base")
-    adapters, whole = peft.load_all(tmp_path / "adapter", folders.path_of, tied={})
+    adapters, whole = peft.load_all(tmp_path / "adapter", partial(folders.path_of, cfg=cfg), tied={})
     assert whole.keys() == {"final.head", "final.norm"}
     merged = lora.merge(lora.replace_weights(base, whole), adapters)
     torch.testing.assert_close(decoder.forward(merged, models.TOKENS, cfg), want, atol=1e-5, rtol=1e-5)
@@ -223,3 +226,35 @@ def test_what_peft_cannot_express_is_refused_and_nothing_is_written(tmp_path, ad
     with pytest.raises((ValueError, TypeError), match=re.escape(message)):
         peft.save(tmp_path / "out", adapters, NAMES.__getitem__, weights=weights, tied={})
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("family", [models.transformers.Gemma2Config, models.transformers.Gemma3TextConfig])
+def test_norms_of_families_with_other_names(tmp_path, family):
+    """Gemma's post_attention_layernorm is no input of the MLP."""
+    torch.manual_seed(0)
+    model = models.transformers.AutoModelForCausalLM.from_config(
+        family(num_hidden_layers=2, head_dim=4, **models.SIZES, pad_token_id=0, attn_implementation="eager")
+    ).eval()
+    model.save_pretrained(tmp_path / "base")
+    norms = [f"{name}_layernorm" for name in ("input", "post_attention", "pre_feedforward", "post_feedforward")]
+    models.adapted(model, target_modules=["q_proj"], modules_to_save=norms).save_pretrained(tmp_path / "theirs")
+    model = models.transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base").eval()
+    want = models.logits(hf.PeftModel.from_pretrained(model, tmp_path / "theirs").eval())
+    cfg, base = folders.load(tmp_path / "base")
+    path_of, module_name = partial(folders.path_of, cfg=cfg), partial(folders.module_name, cfg=cfg)
+    for folder in ("theirs", "ours"):
+        adapters, whole = peft.load_all(tmp_path / folder, path_of, tied=folders.tied_modules(cfg))
+        assert {path.split(".")[2] for path in whole} == {"attn_norm", "mlp_norm", "attn_post_norm", "mlp_post_norm"}
+        got = decoder.forward(lora.attach(lora.replace_weights(base, whole), adapters), models.TOKENS, cfg)
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+        peft.save(tmp_path / "ours", adapters, module_name, weights=whole, tied=folders.tied_modules(cfg))
+    assert (decoder.forward(lora.attach(base, adapters), models.TOKENS, cfg) - want).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("function", [
+    *(getattr(folders, name) for name in ("module_name", "path_of", "tensor_name", "tied_modules")),
+    *(getattr(encoders, name) for name in ("module_name", "path_of", "tied_modules")),
+])  # fmt: skip
+def test_names_need_the_config(function):
+    """The names of families differ, so there is no mapping without one."""
+    assert inspect.signature(function).parameters["cfg"].default is inspect.Parameter.empty

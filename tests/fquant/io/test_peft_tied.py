@@ -2,6 +2,7 @@
 
 import json
 import re
+from functools import partial
 
 import peft as hf
 import pytest
@@ -21,6 +22,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True` and a tied layer:UserWarning"),
 ]
 
+CFG = folders.from_hf(models.llama().config.to_dict())
+PATH_OF, MODULE_NAME = partial(folders.path_of, cfg=CFG), partial(folders.module_name, cfg=CFG)
 TIED = {"model.embed_tokens": "lm_head"}
 SAME = {  # PEFT adapts both alike
     "adapter": {"target_modules": ["embed_tokens", "q_proj"]},
@@ -48,17 +51,17 @@ def test_logits_equal_both_ways(tmp_path, options):
     cfg, base = folders.load(tmp_path / "base")
     assert cfg.tied and folders.tied_modules(cfg) == TIED
 
-    adapters, whole = peft.load_all(tmp_path / "theirs", folders.path_of, tied=TIED)
+    adapters, whole = peft.load_all(tmp_path / "theirs", PATH_OF, tied=TIED)
     assert not {path for path in adapters.keys() | whole.keys() if "head" in path}
     changed = lora.replace_weights(base, whole)
     for params in (lora.attach(changed, adapters), lora.merge(changed, adapters)):
         torch.testing.assert_close(decoder.forward(params, models.TOKENS, cfg), want, atol=1e-5, rtol=1e-5)
     assert (decoder.forward(base, models.TOKENS, cfg) - want).abs().max() > 1e-2
 
-    peft.save(tmp_path / "ours", adapters, folders.module_name, weights=whole, tied=TIED)
+    peft.save(tmp_path / "ours", adapters, MODULE_NAME, weights=whole, tied=TIED)
     again = hf.PeftModel.from_pretrained(tied(), tmp_path / "ours").eval()
     torch.testing.assert_close(models.logits(again), want, atol=1e-5, rtol=1e-5)
-    second = peft.load_all(tmp_path / "ours", folders.path_of, tied=TIED)
+    second = peft.load_all(tmp_path / "ours", PATH_OF, tied=TIED)
     for first, other in zip((adapters, whole), second, strict=True):
         assert first.keys() == other.keys()
         assert all(map(torch.equal, tree.leaves(first), tree.leaves(other)))
@@ -88,14 +91,14 @@ def test_what_peft_computes_otherwise_is_refused(tmp_path, options, fault):
     """A model whose head is the table never differs from PEFT's in silence; untied, it computes PEFT's logits."""
     models.adapted(tied(), **options).save_pretrained(tmp_path / "theirs")
     with pytest.raises(ValueError, match=re.escape(fault)):
-        peft.load_all(tmp_path / "theirs", folders.path_of, tied=TIED)
+        peft.load_all(tmp_path / "theirs", PATH_OF, tied=TIED)
     want = models.logits(hf.PeftModel.from_pretrained(tied(), tmp_path / "theirs").eval())
     untied = models.put(
         models.llama(), models.weights(tied()) | {"lm_head": models.weights(tied())["model.embed_tokens"]}
     )
     untied.save_pretrained(tmp_path / "base")
     cfg, base = folders.load(tmp_path / "base")
-    adapters, whole = peft.load_all(tmp_path / "theirs", folders.path_of, tied={})
+    adapters, whole = peft.load_all(tmp_path / "theirs", PATH_OF, tied={})
     got = decoder.forward(lora.attach(lora.replace_weights(base, whole), adapters), models.TOKENS, cfg)
     torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
 
@@ -106,10 +109,10 @@ def test_a_table_needs_to_know(tmp_path):
     for options in (SAME["adapter"], SAME["whole"]):
         models.adapted(tied(), **options).save_pretrained(tmp_path / "theirs")
         with pytest.raises(ValueError, match=message):
-            peft.load_all(tmp_path / "theirs", folders.path_of)
-        adapters, whole = peft.load_all(tmp_path / "theirs", folders.path_of, tied={})
+            peft.load_all(tmp_path / "theirs", PATH_OF)
+        adapters, whole = peft.load_all(tmp_path / "theirs", PATH_OF, tied={})
         with pytest.raises(ValueError, match=message):
-            peft.save(tmp_path / "ours", adapters, folders.module_name, weights=whole)
+            peft.save(tmp_path / "ours", adapters, MODULE_NAME, weights=whole)
     assert not (tmp_path / "ours").exists()
 
 
@@ -120,12 +123,12 @@ def test_a_changed_copy_is_refused(tmp_path):
     tensors[name][0, 0] += 1
     safetensors.torch.save_file(tensors, tmp_path / peft.WEIGHTS)
     with pytest.raises(ValueError, match="lm_head: got another adapter than that of model.embed_tokens"):
-        peft.load_all(tmp_path, folders.path_of, tied=TIED)
+        peft.load_all(tmp_path, PATH_OF, tied=TIED)
     tensors = {key: t for key, t in tensors.items() if "lm_head" not in key}
     safetensors.torch.save_file(tensors, tmp_path / peft.WEIGHTS)
     with pytest.raises(ValueError, match="model.embed_tokens: got an adapter of it alone"):
-        peft.load_all(tmp_path, folders.path_of, tied=TIED)
+        peft.load_all(tmp_path, PATH_OF, tied=TIED)
     config = json.loads((tmp_path / peft.CONFIG).read_text())
     (tmp_path / peft.CONFIG).write_text(json.dumps(config | {"ensure_weight_tying": 1}))
     with pytest.raises(ValueError, match="ensure_weight_tying: got 1, wanted true or false"):
-        peft.load_all(tmp_path, folders.path_of, tied=TIED)
+        peft.load_all(tmp_path, PATH_OF, tied=TIED)

@@ -38,7 +38,7 @@ def read(folder):
 
 
 def module(tensors, path):
-    name = hf.module_name(path) + "."
+    name = hf.module_name(path, WIDE) + "."
     return {key.removeprefix(name): t for key, t in tensors.items() if key.startswith(name) and "bias" not in key}
 
 
@@ -57,7 +57,7 @@ def test_codes_and_decoded_weights_are_the_librarys(tmp_path, kind, dtype):
     compressor = BaseCompressor.get_value_from_registry(config.format)
     for path, w in tree.items(params):
         if path.split(".")[-1] not in ("q", "k", "v", "o", "gate", "up", "down"):
-            assert torch.equal(tensors[hf.tensor_name(path)], w)
+            assert torch.equal(tensors[hf.tensor_name(path, WIDE)], w)
             continue
         codes, scale = exported.quantize(w, KINDS[kind])
         groups = w.float().reshape(len(w), scale.shape[1], -1)

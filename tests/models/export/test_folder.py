@@ -104,7 +104,7 @@ def test_a_dense_folder(tmp_path, cfg):
     assert model.dtype == torch.bfloat16
     for name, w in model.named_parameters():
         if name != "lm_head.weight" or not cfg.tied:
-            path = hf.path_of(name.removesuffix(".weight")) if name.endswith("weight") else None
+            path = hf.path_of(name.removesuffix(".weight"), cfg) if name.endswith("weight") else None
             assert path is None or torch.equal(tree.get(params, path), w)
     assert json.loads((tmp_path / "a" / "config.json").read_text())["torch_dtype"] == "bfloat16"
     with pytest.raises(TypeError, match="dtype = torch.int8, want one of"):

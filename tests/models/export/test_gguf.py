@@ -123,7 +123,7 @@ def test_names_are_the_packages():
         cfg, arch = CONFIGS[name], package.MODEL_ARCH[architecture.upper()]
         names = package.get_tensor_name_map(arch, 2)
         for path in tree.paths(decoder.shapes(cfg)):
-            module, _, end = hf.tensor_name(path).rpartition(".")
+            module, _, end = hf.tensor_name(path, cfg).rpartition(".")
             assert gguf.tensor_name(path) == f"{names.get_name(module)}.{end}"
         assert gguf.architecture(cfg).name == package.MODEL_ARCH_NAMES[arch]
 

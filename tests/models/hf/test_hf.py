@@ -147,16 +147,16 @@ def test_names(name):
     cfg = dataclasses.replace(CONFIGS[name], tied=False)
     model_of, config_of = architecture(cfg)
     model = model_of(config_of(**to_hf(cfg)))
-    assert sorted(map(hf.tensor_name, tree.paths(decoder.shapes(cfg)))) == sorted(model.state_dict())
+    assert sorted(hf.tensor_name(path, cfg) for path in tree.paths(decoder.shapes(cfg))) == sorted(model.state_dict())
     modules = {name for name, _ in model.named_modules()}
     for path in tree.paths(decoder.shapes(GQA)):
-        assert hf.module_name(path) in modules
-        assert hf.path_of(hf.module_name(path)) == path
+        assert hf.module_name(path, cfg) in modules
+        assert hf.path_of(hf.module_name(path, cfg), cfg) == path
     for name in ("model.layers.0.self_attn", "model.layers.x.self_attn.q_proj", "model.layers.0.q", "model", ""):
-        assert hf.path_of(name) is None
+        assert hf.path_of(name, cfg) is None
     for path in ("layers.0.q_bias", "layers.x.q", "layers.0", "head"):
         with pytest.raises(ValueError, match="is no weight of a decoder; want one of embed, final.norm"):
-            hf.module_name(path)
+            hf.module_name(path, cfg)
 
 
 def test_ignorable_tensors(tmp_path):

@@ -9,6 +9,7 @@ import json
 import random
 import resource
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -53,7 +54,11 @@ def folders(tmp_path_factory):
     bitsandbytes.save(root / "bitsandbytes", CFG, params, NF4_DQ)
     compressed_tensors.save(root / "compressed", CFG, params, "int8")
     gptq(root / "gptq", CFG)
-    peft.save(root / "adapter", lora.init(params, r"layers\.\d+\.(q|v)", rank=2, alpha=4, key=0), hf.module_name)
+    peft.save(
+        root / "adapter",
+        lora.init(params, r"layers\.\d+\.(q|v)", rank=2, alpha=4, key=0),
+        partial(hf.module_name, cfg=CFG),
+    )
     return root
 
 
@@ -126,7 +131,7 @@ def change_bytes(data, rng):
 def load(folder):
     """Load a folder as far as it goes: all of its tensors, and a forward pass of their shapes."""
     if (folder / peft.CONFIG).exists():
-        return peft.load(folder, hf.path_of)
+        return peft.load(folder, partial(hf.path_of, cfg=CFG))
     if folder.name == "encoder":
         cfg, params = hf_encoder.load(folder)
         assert tree.structure(params) == tree.structure(encoder.shapes(cfg))
