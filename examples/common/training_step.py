@@ -5,7 +5,7 @@
 
 The whole step is one captured graph: the gradients of every micro-batch, their sum over ranks, clipping, the optimiser
 and the new adapters, which are written over the old ones. Adapters are kept in float32 and computed with in
-``Setup.dtype``, the dtype of the residual stream.
+``Setup.dtype``, the dtype of the residual stream. The norms of DoRA stay in float32.
 
 With ``Setup.train`` the parameters themselves are trained, in bundles of floats over the mesh, in place of adapters.
 Each rank then has its part of them, of their gradients and moments. Nothing is frozen, and what stands in place of the
@@ -27,7 +27,7 @@ ahead of its use. Activations may be stashed there until the backward, as far as
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Literal
 
@@ -136,7 +136,8 @@ def attached(adapters: Any, base: Any, keys: Tensor | None, setup: Setup) -> Any
         return shard.scaled(adapters, base)
     if setup.merge_aware:
         return lora.attach(base, adapters, keys, merge_aware=True)
-    return lora.attach(base, tree.map(lambda t: t.to(setup.dtype), adapters), keys)
+    cast = lambda x: replace(x, a=x.a.to(setup.dtype), b=x.b.to(setup.dtype))  # but not the norms of DoRA
+    return lora.attach(base, {path: cast(x) for path, x in adapters.items()}, keys)
 
 
 def loss(
@@ -171,8 +172,7 @@ def gradients(
             batch, *keys = tree.map(lambda t: t[None], row)
             return loss(adapters, base, batch, count, keys[0] if keys else None, setup, teacher, by_row=True)
 
-        dtype = None if setup.merge_aware else setup.dtype
-        summed = shard.ordered.grad_and_value(of_row, setup.mesh, setup.rules, setup.ordered, dtype)
+        summed = shard.ordered.grad_and_value(of_row, setup.mesh, setup.rules, setup.ordered)
         return summed(trained, [(batch,) if keys is None else (batch, keys) for batch, keys in micros])
     total = None
     of = lambda carriers, *rest: loss(weights.attach(trained, carriers), *rest)

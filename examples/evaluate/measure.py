@@ -63,7 +63,7 @@ def losses(
     device = tree.leaves(base)[0].device
 
     def summed(adapters: Any, base: Any, rows: Rows) -> Tensor:
-        params = lora.attach(base, tree.map(lambda t: t.to(dtype), adapters))
+        params = lora.attach(base, adapters)
         count = torch.ones((), device=rows.tokens.device)
 
         def one(row: Rows) -> Tensor:

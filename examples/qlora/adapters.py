@@ -113,8 +113,7 @@ def start(options: AdapterOptions, cfg: Config, packed: Any, seed: int) -> lora.
         adapters = peft.load(options.adapter, partial(hf.path_of, cfg=cfg), hf.tied_modules(cfg))
         with tree.at(str(options.adapter)):
             lora.attach(decoder.shapes(cfg), adapters)
-        dropped = {path: dataclasses.replace(x, dropout=options.dropout) for path, x in adapters.items()}
-        return tree.map(lambda t: t.float(), dropped)
+        return {path: dataclasses.replace(x, dropout=options.dropout) for path, x in adapters.items()}
     ranks = numbers_in("rank_pattern", options.rank_pattern)
     alphas = numbers_in("alpha_pattern", options.alpha_pattern)
     found: lora.Adapters = {}

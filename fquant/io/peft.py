@@ -32,7 +32,7 @@ from ..packed import FLOATS
 from ..tree import expect
 from . import peft_config, peft_tensors, safetensors
 from .peft_config import CONFIG
-from .peft_tensors import FIELDS, INNER, PREFIX, SAVED_BESIDE, TABLE_FIELDS, UNKNOWN, check_shapes, unstacked
+from .peft_tensors import FIELDS, INNER, PREFIX, SAVED_BESIDE, TABLE_FIELDS, UNKNOWN, cast, check_shapes, unstacked
 
 WEIGHTS = "adapter_model.safetensors"
 
@@ -44,12 +44,12 @@ def save(
 ) -> None:  # fmt: skip
     """Write adapters as a PEFT directory, tensors in float32.
 
-    ``module_name`` returns the Hugging Face module of a path; ``base_model`` is the name or folder of the base.
-    ``embeddings`` are the paths of tables. ``weights`` are whole tensors by path, in their own dtype: of modules that
-    were trained in full, and of biases, whose path is that of the weight and ``_bias``. ``tied`` has the modules of
-    heads by that of the table that they share (``hf.tied_modules``); it must be given for a table. ``task_type``
-    selects PEFT's class; None, its plain one, is right for an encoder. Raises ValueError, before anything is written,
-    if PEFT cannot express the adapters.
+    ``module_name`` returns the Hugging Face module of a path, for a decoder ``partial(hf.module_name, cfg=cfg)``.
+    ``base_model`` is the name or folder of the base. ``embeddings`` are the paths of tables. ``weights`` are whole
+    tensors by path, in their own dtype: of modules that were trained in full, and of biases, whose path is that of the
+    weight and ``_bias``. ``tied`` has the modules of heads by that of the table that they share (``hf.tied_modules``);
+    it must be given for a table. ``task_type`` selects PEFT's class; None, its plain one, is right for an encoder.
+    Raises ValueError, before anything is written, if PEFT cannot express the adapters.
     """
     expect(adapters, f"{folder}: got no adapters, wanted at least one")
     tensors: dict[str, Tensor] = {}
@@ -97,14 +97,20 @@ def save(
         file.write(settings.encode())
 
 
-def load(folder: str | Path, path_of: Callable[[str], str | None], tied: Mapping[str, str] | None = None) -> Adapters:
-    """Read the adapters of a PEFT directory, tensors in the stored dtype.
+def load(
+    folder: str | Path, path_of: Callable[[str], str | None], tied: Mapping[str, str] | None = None, *,
+    dtype: torch.dtype | None = torch.float32,
+) -> Adapters:  # fmt: skip
+    """Read the adapters of a PEFT directory, tensors in ``dtype``; None keeps the stored dtypes.
 
-    ``path_of`` returns the path of a Hugging Face module, or None if it is unknown. ``tied`` is that of :func:`save`.
+    Adapters compute in their dtype, in which float16 overflows at 65504. So the default is PEFT's, which casts stored
+    float16 and bf16 to float32 (``autocast_adapter_dtype``). ``path_of`` returns the path of a Hugging Face module, or
+    None if it is unknown. For a decoder it is ``partial(hf.path_of, cfg=cfg)``. ``tied`` is that of :func:`save`.
+
     Raises ValueError that names the file, and the setting, module or tensor that cannot be read. So it does for whole
-    weights, see :func:`load_all`.
+    weights, see :func:`load_all`. Raises TypeError for another ``dtype`` than float32, bfloat16 and float16.
     """
-    found, adapters, whole = _open(Path(folder), path_of, tied)
+    found, adapters, whole = _open(Path(folder), path_of, tied, dtype)
     for name in whole:
         fault = "got a whole tensor, wanted adapters alone; call load_all and lora.replace_weights"
         raise ValueError(f"{found.path}: {name:.200}: {fault}")
@@ -116,13 +122,16 @@ def load_all(
     path_of: Callable[[str], str | None],
     tensor_path: Callable[[str], str | None] | None = None,
     tied: Mapping[str, str] | None = None,
+    *,
+    dtype: torch.dtype | None = torch.float32,
 ) -> tuple[Adapters, dict[str, Tensor]]:
     """Read the adapters, and the whole weights and biases by path, for :func:`fquant.lora.replace_weights`.
 
+    The adapters have ``dtype``, as in :func:`load`; whole weights have the stored dtypes, because the base casts them.
     ``tensor_path`` returns the path of a tensor of the Hugging Face model. By default that is the module's path for
     ``.weight``, and that path and ``_bias`` for ``.bias``. Raises ValueError as :func:`load` does.
     """
-    found, adapters, whole = _open(Path(folder), path_of, tied)
+    found, adapters, whole = _open(Path(folder), path_of, tied, dtype)
     out: dict[str, Tensor] = {}
     with tree.at(str(found.path)):
         for name in whole:
@@ -138,7 +147,7 @@ def load_all(
 
 
 def _open(
-    folder: Path, path_of: Callable[[str], str | None], tied: Mapping[str, str] | None
+    folder: Path, path_of: Callable[[str], str | None], tied: Mapping[str, str] | None, dtype: torch.dtype | None
 ) -> tuple[safetensors.Header, Adapters, list[str]]:
     """Return the header, the adapters, and the names of whole tensors."""
     settings = peft_config.read(folder / CONFIG)
@@ -162,7 +171,8 @@ def _open(
             fault = "no path" if path is None else f"the path {path} of another module"
             fault = f"{name:.200}: got {fault}, wanted one of its own; is this adapter for another model?"
             expect(path is not None and path not in out, fault)
-            out[str(path)] = lora or peft_tensors.read_lora(found, module, names, settings)
+            lora = lora or peft_tensors.read_lora(found, module, names, settings)
+            out[str(path)] = cast(lora, dtype)
     return found, out, whole
 
 

@@ -23,7 +23,7 @@ from . import safetensors
 from .linear_regex import check_name, matcher
 from .peft import WEIGHTS
 from .peft_config import CONFIG, values
-from .peft_tensors import PREFIX
+from .peft_tensors import PREFIX, cast
 from .tree_json import Rule, one_of
 
 SUFFIX = ".ia3_l"
@@ -74,8 +74,10 @@ def save(
         file.write((json.dumps(content, indent=2) + "\n").encode())
 
 
-def load(folder: str | Path, path_of: Callable[[str], str | None]) -> dict[str, Ia3]:
-    """Read the factors of a PEFT directory, tensors in the stored dtype.
+def load(
+    folder: str | Path, path_of: Callable[[str], str | None], *, dtype: torch.dtype | None = torch.float32
+) -> dict[str, Ia3]:
+    """Read the factors of a PEFT directory, tensors in ``dtype``, as in ``peft.load``.
 
     ``path_of`` returns the path of a Hugging Face module, or None if it is unknown. Raises ValueError that names the
     file, and the setting, module or tensor that cannot be read.
@@ -98,7 +100,7 @@ def load(folder: str | Path, path_of: Callable[[str], str | None]) -> dict[str, 
             wanted = "[1 in], it is in feedforward_modules" if is_input else "[out 1], it is not in feedforward_modules"
             fits = len(shape) == 2 and shape[not is_input] == 1 and entry.dtype in FLOATS
             expect(fits, f"{name:.200}: got {entry.dtype} {shape}, wanted floats {wanted} of {CONFIG}")
-            factors = safetensors.read(found, name).flatten()
+            factors = cast(safetensors.read(found, name).flatten(), dtype)
             out[str(path)] = Ia3(inputs=factors) if is_input else Ia3(outputs=factors)
     return out
 

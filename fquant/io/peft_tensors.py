@@ -157,6 +157,13 @@ def read_stack(
     return Lora(a, b, **_static(settings, parameter))
 
 
+def cast(x: Any, dtype: torch.dtype | None) -> Any:
+    """Return a tree of tensors that were read in ``dtype``; None keeps the stored dtypes."""
+    fault = f"dtype: got {dtype}, wanted float32, bfloat16, float16, or None for the stored dtypes"
+    expect(dtype is None or dtype in FLOATS, fault, TypeError)
+    return tree.map(lambda t: t.to(dtype or t.dtype), x)
+
+
 def _static(settings: Settings, module: str) -> dict[str, Any]:
     given = settings.given
     static = {"rank_stabilised": given["use_rslora"], "dropout": float(given["lora_dropout"])}

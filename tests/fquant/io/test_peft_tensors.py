@@ -12,8 +12,8 @@ import pytest
 import safetensors.torch
 import torch
 
-from fquant import lora
-from fquant.io import peft
+from fquant import linear, lora, tree
+from fquant.io import peft, peft_ia3
 from fquant.lora import Lora
 from models import decoder
 from models import hf as folders
@@ -226,6 +226,41 @@ def test_what_peft_cannot_express_is_refused_and_nothing_is_written(tmp_path, ad
     with pytest.raises((ValueError, TypeError), match=re.escape(message)):
         peft.save(tmp_path / "out", adapters, NAMES.__getitem__, weights=weights, tied={})
     assert os.listdir(tmp_path) == []
+
+
+KINDS = {"lora": hf.LoraConfig(r=4), "dora": hf.LoraConfig(r=4, use_dora=True), "ia3": hf.IA3Config()}
+
+
+@pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_stored_half_precision_computes_in_float32(tmp_path, kind, stored):
+    """Activations of 3.7e5 are beyond float16; PEFT casts to float32 on load, and so do we unless asked otherwise."""
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.q = torch.nn.Linear(48, 20, bias=False)
+
+        def forward(self, x):
+            return self.q(x)
+
+    config = dataclasses.replace(KINDS[kind], target_modules=["q"])
+    config = dataclasses.replace(config, feedforward_modules=[]) if kind == "ia3" else config
+    theirs = hf.get_peft_model(Model(), config)
+    models.shake(theirs, lambda name: "lora_" in name or "ia3" in name).to(stored).save_pretrained(tmp_path)
+    base, x = Model(), 3.7e5 * torch.randn(5, 48)
+    want = hf.PeftModel.from_pretrained(Model(), tmp_path).eval()(x).detach()
+    load = peft_ia3.load if kind == "ia3" else peft.load
+    adapters = load(tmp_path, str)
+    assert {t.dtype for t in tree.leaves(adapters)} == {torch.float32}
+    got = linear(x, lora.attach({"q": base.q.weight.detach()}, adapters)["q"])
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5 * want.abs().max().item())
+    as_stored = load(tmp_path, str, dtype=None)
+    assert {t.dtype for t in tree.leaves(as_stored)} == {stored}
+    assert all(t.float().equal(wide) for t, wide in zip(tree.leaves(as_stored), tree.leaves(adapters), strict=True))
+    with pytest.raises(TypeError, match="dtype: got torch.int8, wanted float32, bfloat16, float16, or None"):
+        load(tmp_path, str, dtype=torch.int8)
 
 
 @pytest.mark.parametrize("family", [models.transformers.Gemma2Config, models.transformers.Gemma3TextConfig])
