@@ -19,7 +19,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._C._functorch import get_unwrapped, is_batchedtensor, is_functorch_wrapped_tensor, unwrap_if_dead
+from torch._C._functorch import (
+    get_unwrapped,
+    is_batchedtensor,
+    is_functorch_wrapped_tensor,
+    maybe_get_level,
+    unwrap_if_dead,
+)
 from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 
@@ -121,6 +127,11 @@ def layers(t: Tensor) -> Iterator[Tensor]:
 def is_mapped(t: Tensor) -> bool:
     """Return True if a vmap maps over a dim of ``t``."""
     return any(map(is_batchedtensor, layers(t)))
+
+
+def mapped_levels(t: Tensor) -> set[int]:
+    """Return the levels of the vmaps that map over a dim of ``t``."""
+    return {maybe_get_level(each) for each in layers(t) if is_batchedtensor(each)}
 
 
 def has_derivatives(t: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""Comm: the six places where a forward pass may communicate. Memory: the two where a step of an optimiser may.
+"""Comm: the seven places where a loss may communicate. Memory: the two where a step of an optimiser may.
 
 A model never sees a mesh. It is written once, against these functions, and gets other ones if its weights are sharded.
 ``LOCAL`` is the identity everywhere. ``replace(LOCAL, wrap=remat)`` saves memory on one device. So it is with an
@@ -67,13 +67,16 @@ def identity(x: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Comm:
-    """The communication of a forward pass; a block calls ``load`` first, an embedding ``rows``, a head's loss ``part``.
+    """The communication of a loss; a block calls ``load`` first, an embedding ``rows``, a head's loss ``part``.
 
     ``enter`` and ``exit`` surround a column- and row-parallel pair: identity forward and sum backward, and the reverse.
     ``wrap`` calls a block, perhaps with recomputation in the backward (see fquant.remat). The methods use the others:
     ``open`` gathers one Loadable into the tree that it stands for. ``pick`` gathers the rows of one closed table that
     ids ask for, or the table. ``cut`` opens one closed block except for its table, which may become a VocabShard if the
     rows travel instead. None means ``open``.
+
+    ``total`` sums a constant over ranks with other rows of the batch. A loss divides by such a sum, so that gradients
+    of ranks add up to the gradient of the whole batch.
     """
 
     open: Callable[[Any], Any] = identity
@@ -82,6 +85,7 @@ class Comm:
     wrap: Callable[[Callable[..., Any]], Callable[..., Any]] = identity
     pick: Callable[[Any, Tensor], Any] | None = None
     cut: Callable[[Any, Tensor, str], Any] | None = None
+    total: Callable[[Tensor], Tensor] = identity
 
     def load(self, x: Any) -> Any:
         """Open the parameters of one block and do the work that waits for them."""

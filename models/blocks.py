@@ -7,11 +7,15 @@ transformers' eager Llama: softmax in float32 (float64 for float64 input), cast 
 the tokens of its own document up to itself, and positions restart at every document.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fquant.autodiff import is_mapped, layers
+from fquant import tree
+from fquant.autodiff import is_mapped, layers, mapped_levels
+from fquant.communication import Comm, identity
 from fquant.device import HOST
 
 from .reference_gradient import at_least_float32
@@ -53,7 +57,8 @@ def cross_entropy(logits: Tensor, targets: Tensor, count: Tensor | float | None 
 
     logits ``[... t vocab]``; targets int64 or int32 ``[... t]``, of which -100 is ignored. ``count`` is the number of
     targets of the global batch. The default is the number counted here (at least 1), which is right only for one
-    micro-batch on one process. Raises the errors of :func:`check_ids` and :func:`check_range`.
+    micro-batch on one process; on a mesh use ``decoder.loss``, or ``comm.total`` of the number. Raises the errors of
+    :func:`check_ids` and :func:`check_range`.
     """
     check_ids("targets", targets, "the logits'", logits.device, logits.shape[:-1])
     check_range("targets", targets, logits.shape[-1], IGNORE)
@@ -61,6 +66,17 @@ def cross_entropy(logits: Tensor, targets: Tensor, count: Tensor | float | None 
     chosen = wide.gather(-1, torch.where(counted, targets, 0)[..., None]).squeeze(-1)
     nll = torch.where(counted, wide.logsumexp(-1) - chosen, 0.0).sum()
     return nll / (counted.sum().clamp(min=1) if count is None else count)
+
+
+def num_targets(targets: Tensor, params: Any, comm: Comm) -> Tensor:
+    """Count the targets of the whole batch that are not ignored, on all ranks: i64[], at least 1.
+
+    A vmap over targets but not over ``params`` is one over examples, which no other rank has parts of.
+    """
+    count = (targets != IGNORE).sum()
+    if comm.total is not identity and not mapped_levels(targets).difference(*map(mapped_levels, tree.leaves(params))):
+        count = comm.total(count)
+    return count.clamp(min=1)
 
 
 def check_ids(name: str, ids: Tensor, owner: str, device: torch.device, shape: torch.Size) -> None:

@@ -115,11 +115,12 @@ def loss(
 ) -> Tensor:  # fmt: skip
     """Compute ``blocks.cross_entropy(forward(...), targets, count)``, a scalar in nats, without whole logits.
 
-    Targets are int64 or int32 ``[... t]``; those of -100 are ignored. Raises the errors of :func:`forward` and of
-    ``fused_cross_entropy.cross_entropy``.
+    Targets are int64 or int32 ``[... t]``; those of -100 are ignored. ``count`` is the number of targets of the global
+    batch, by default of this micro-batch on all ranks of ``comm``. Under a vmap over targets but not over ``params`` it
+    is the number of each example. Raises the errors of :func:`forward` and of ``fused_cross_entropy.cross_entropy``.
     """
     losses = token_losses(params, tokens, targets, cfg, comm, segments, dtype, inputs_embeds)
-    return losses.sum() / ((targets != blocks.IGNORE).sum().clamp(min=1) if count is None else count)
+    return losses.sum() / (blocks.num_targets(targets, params, comm) if count is None else count)
 
 
 def token_losses(

@@ -26,6 +26,7 @@ from einops import rearrange, repeat
 from torch import Tensor
 
 from fquant.autodiff import to_front
+from fquant.communication import LOCAL, Comm
 from fquant.grouped_products import grouped_linear
 from fquant.packed_linear import linear
 
@@ -66,12 +67,15 @@ def mixture(x: Tensor, layer: Any, cfg: Config) -> Tensor:
     return (y * weights[..., None]).sum(-2).to(x.dtype).reshape(x.shape)
 
 
-def load_balancing_loss(scores: Sequence[Tensor], experts_per_token: int, mask: Tensor | None = None) -> Tensor:
+def load_balancing_loss(
+    scores: Sequence[Tensor], experts_per_token: int, mask: Tensor | None = None, comm: Comm = LOCAL
+) -> Tensor:
     """Compute the auxiliary loss of routers, a scalar of at least k if their probabilities are those of their choices.
 
     ``scores`` f[n experts] are those of the routers of all layers for the same n tokens; ``mask`` [n], or [b t] of n
     tokens in all, is 0 for tokens that do not count. The loss is ``experts · Σ f_e · P_e``: f_e is the mean number of
-    choices of expert e by a token of a layer, P_e its mean probability. Gradients pass through P alone.
+    choices of expert e by a token of a layer, P_e its mean probability. Gradients pass through P alone. On a mesh
+    ``comm`` gives f_e and the number of tokens of all ranks, so that the losses of ranks add up to the whole.
 
     Source: equations 4 to 6 of Switch Transformers, Fedus et al. 2021; ``load_balancing_loss_func`` of transformers.
     """
@@ -81,9 +85,9 @@ def load_balancing_loss(scores: Sequence[Tensor], experts_per_token: int, mask: 
     counted = torch.ones_like(probabilities[:, 0])
     if mask is not None:
         counted = mask.reshape(-1).to(counted.dtype).repeat(len(scores))
-    of_all = counted.sum()
     hits = torch.zeros_like(probabilities).scatter(-1, chosen, 1.0)  # an expert is chosen once by a token
-    choices, mean = (counted @ hits) / of_all, (counted @ probabilities) / of_all
+    hits_of_all, of_all = comm.total(torch.cat([counted @ hits, counted.sum()[None]])).tensor_split([-1])
+    choices, mean = hits_of_all / of_all, (counted @ probabilities) / of_all
     return every.shape[-1] * (choices * mean).sum()
 
 

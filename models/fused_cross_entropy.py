@@ -32,6 +32,7 @@ from fquant.kernels import reference
 from fquant.kernels.ops import nll
 from fquant.kernels.reference.causal_attention import capped
 from fquant.packed_linear import Adapted, Packed, Weight, linear, merged
+from fquant.tree import expect
 
 from . import vocab_parallel
 from .blocks import IGNORE, check_ids
@@ -56,8 +57,11 @@ def cross_entropy(
     """Compute ``blocks.cross_entropy(linear(x, weight), targets, count)`` by chunks of rows: a float32 scalar, in nats.
 
     The sum of :func:`token_losses`, which has the arguments and the errors, is divided by ``count``, the number of
-    targets of the global batch. The default is the number counted here (at least 1).
+    targets of the global batch. The default is the number counted here (at least 1), and a ValueError for a VocabShard,
+    because other ranks have other targets.
     """
+    fix = "give count, the number of targets on all ranks: comm.total((targets != -100).sum())"
+    expect(count is not None or not isinstance(weight, VocabShard), f"count: missing beside a VocabShard; {fix}")
     losses = token_losses(x, weight, targets, chunk, cap)
     return losses.sum() / ((targets != IGNORE).sum().clamp(min=1) if count is None else count)
 

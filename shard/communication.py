@@ -1,4 +1,4 @@
-"""The Comm of a mesh: the functions with which a forward pass communicates.
+"""The Comm of a mesh: the functions with which a loss communicates.
 
     comm = shard.comm(mesh, rules, tokens=512)
     logits = decoder.forward(params, tokens, cfg, comm)
@@ -8,6 +8,8 @@
 need not recompute (shard/passes/regather.py). ``pick`` brings the rows of an embedding, and ``cut`` the tokens to the
 rows of a head, if these are fewer bytes than the table. Code that computes logits gathers the head, once if it is the
 embedding too. With ``deduplicate_gathers`` the rows come on top.
+
+``total`` is a psum over the axes of the batch, without a derivative. A loss without ``count`` calls it, on every rank.
 
 A FloatBundle or a RowBundle, which is trained, is opened whole by all of them: its gradient is that of the whole table,
 and goes back in the one reduce-scatter of its block.
@@ -27,6 +29,7 @@ from fquant.communication import Comm, identity
 from . import bundle, sharded_embedding, vocab_parallel
 from .bundle import Bundle
 from .collectives import all_gather
+from .data import psum
 from .device_mesh import device_of, position
 from .rules import Rules, check_rules
 from .trained import FloatBundle, RowBundle, Scaled, float_bundle, row_bundle
@@ -79,8 +82,11 @@ def comm(
         x = near(x)
         return bundle.read(all_gather(x.bytes, group) if group else x.bytes, x.layout)
 
+    one = position(mesh, rules.batch)[1] == 1
+    total = identity if one else lambda t: psum(t.detach(), mesh, rules.batch)
+    plain = Comm(open=open, wrap=wrap, total=total)
     if group is None or tokens is None:
-        return Comm(open=open, wrap=wrap)
+        return plain
 
     def pick(x: Any, ids: Tensor) -> Any:
         if not isinstance(x, Bundle):
@@ -96,7 +102,7 @@ def comm(
         is_less = vocab_parallel.is_less(x.layout, path, ranks, tokens, rows)
         return vocab_parallel.cut(x, rows, path, group, tokens, open) if is_less else open(x)
 
-    return Comm(open=open, wrap=wrap, pick=pick) if by_row else Comm(open=open, wrap=wrap, pick=pick, cut=cut)
+    return replace(plain, pick=pick) if by_row else replace(plain, pick=pick, cut=cut)
 
 
 def _check(x: Any, ranks: int) -> None:

@@ -74,12 +74,11 @@ def counts(objective: Objective, batch: Any) -> Tensor:
 
 def loss(
     objective: Objective, params: Any, reference: Any, batch: Any, count: Tensor, cfg: Config, comm: Comm,
-    dtype: torch.dtype, psum: Any,
+    dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
     """Return the loss f32[] of this rank's ``batch`` over ``count``.
 
-    ``reference`` is the base without adapters, or the teacher. ``psum`` sums a tensor over the ranks that share the
-    batch.
+    ``reference`` is the base without adapters, or the teacher.
     """
     if objective.name == "sft":
         rows = batch.tokens, batch.targets
@@ -88,7 +87,7 @@ def loss(
         rows = batch.tokens, batch.targets, cfg, objective.teacher, comm, batch.segments, dtype, count
         return distillation.loss(params, reference, *rows, objective.beta, objective.temperature)
     if objective.name == "kto":
-        return _kto(objective, params, reference, batch, count, cfg, comm, dtype, psum)
+        return _kto(objective, params, reference, batch, count, cfg, comm, dtype)
     both = tree.map(lambda a, b: torch.stack([a, b], 1).flatten(0, 1), batch.chosen, batch.rejected)  # in turn
     n = len(both.tokens)
     if objective.name == "dpo":
@@ -113,15 +112,13 @@ def _sums(params: Any, rows: Rows, cfg: Config, comm: Comm, dtype: torch.dtype) 
 
 def _kto(
     objective: Objective, params: Any, base: Any, batch: Labelled, count: Tensor, cfg: Config, comm: Comm,
-    dtype: torch.dtype, psum: Any,
+    dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
     policy = -_sums(params, batch.rows, cfg, comm, dtype)
     with torch.no_grad():
         reference = -_sums(base, batch.rows, cfg, comm, dtype)
-        others = [-_sums(x, batch.mismatched, cfg, comm, dtype) for x in (params, base)]
-        ratios = (others[0] - others[1]).double()
-        total, rows = psum(torch.stack([ratios.sum(), torch.ones_like(ratios).sum()]))  # of this micro-batch
-    point, weights = (total / rows).clamp(min=0).float(), objective.weights
+        others = [-_sums(x, batch.mismatched, cfg, comm, dtype).double() for x in (params, base)]
+    point, weights = preference.kto_divergence(*others, comm=comm).float(), objective.weights
     return preference.kto(policy, reference, batch.labels, point, objective.beta, weights).sum() / count
 
 

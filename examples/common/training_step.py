@@ -145,8 +145,8 @@ def loss(
     by_row: bool = False,
 ) -> Tensor:  # fmt: skip
     """Return the summed loss of ``batch`` over ``count``, that of the global batch (see ``objectives``): f32[]."""
-    params, psum = attached(adapters, base, keys, setup), lambda t: shard.psum(t, setup.mesh, setup.rules.batch)
-    reference, options = base if teacher is None else teacher, (setup.cfg, setup.comm(by_row), setup.dtype, psum)
+    params, reference = attached(adapters, base, keys, setup), base if teacher is None else teacher
+    options = setup.cfg, setup.comm(by_row), setup.dtype
     return objectives.loss(setup.objective, params, reference, batch, count, *options)
 
 

@@ -32,7 +32,7 @@ from fquant.packed_linear import Weight, linear
 from fquant.tree import expect
 
 from .. import decoder
-from ..blocks import IGNORE, check_ids
+from ..blocks import IGNORE, check_ids, num_targets
 from ..config import Config
 from ..fused_cross_entropy import CHUNK_LOGITS, again, prepared, vocab_size
 from ..reference_gradient import Implementations, KernelWithReferenceGradient, at_least_float32
@@ -55,9 +55,8 @@ def loss(
 ) -> Tensor:
     """Return the mean divergence f32[] of two decoders over the targets that are not ignored, in nats a token.
 
-    ``teacher`` is of ``teacher_cfg`` (default: ``cfg``) and of one vocabulary with the student. ``count`` is the number
-    of targets of the global batch. Other arguments are those of ``decoder.loss``, ``beta`` and ``temperature`` those of
-    :func:`divergence`.
+    ``teacher`` is of ``teacher_cfg`` (default: ``cfg``) and of one vocabulary with the student. Other
+    arguments are those of ``decoder.loss``, ``beta`` and ``temperature`` those of :func:`divergence`.
     """
     check_ids("targets", targets, "the tokens'", tokens.device, tokens.shape)
     other = teacher_cfg or cfg
@@ -65,7 +64,7 @@ def loss(
     y, teacher_head = decoder.normed(teacher, tokens, other, comm, segments, dtype)
     caps = cfg.final_cap, other.final_cap
     losses = divergence(x, head, y, teacher_head, targets, beta, temperature, caps=caps)
-    return losses.sum() / ((targets != IGNORE).sum().clamp(min=1) if count is None else count)
+    return losses.sum() / (num_targets(targets, params, comm) if count is None else count)
 
 
 def divergence(

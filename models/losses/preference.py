@@ -3,7 +3,7 @@
     losses    = decoder.token_losses(lora.attach(base, adapters), tokens, targets, cfg, segments=segments)   # [n t]
     reference = decoder.token_losses(base, tokens, targets, cfg, segments=segments)
     policy, reference = (preference.log_probs(x, sequences, 2 * pairs) for x in (losses, reference))         # [2 p]
-    loss = preference.dpo(policy, reference).sum() / count_of_pairs
+    loss = preference.dpo(policy, reference).sum() / count_of_pairs                           # of all ranks
 
 The frozen base without adapters is the reference, so that no second model is held. Whole logits never exist: the sum
 over a sequence has the gradient of its tokens, by ``fused_cross_entropy.token_losses``.
@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fquant.communication import LOCAL, Comm
 from fquant.tree import expect
 
 from ..blocks import IGNORE
@@ -156,14 +157,17 @@ def kto(
     return weight * (1 - torch.sigmoid(beta * sign * (policy - reference - point)))
 
 
-def kto_divergence(policy: Tensor, reference: Tensor, count: Tensor | float | None = None) -> Tensor:
+def kto_divergence(
+    policy: Tensor, reference: Tensor, count: Tensor | float | None = None, comm: Comm = LOCAL
+) -> Tensor:
     """Estimate the divergence f32[] of policy and reference, a constant, from mismatched sequences f32[s].
 
-    Each has the prompt of one example and the answer of another. ``count`` is their number (default: those here). On a
-    mesh, sum ``policy - reference`` over ranks first: the mean is raised to at least 0 at the end.
+    Each has the prompt of one example and the answer of another. The estimate is the mean over the sequences of all
+    ranks of ``comm``, or their sum over ``count``, raised to at least 0.
     """
-    total = (policy - reference).detach().sum()
-    return (total / (policy.numel() if count is None else count)).clamp(min=0)
+    each = (policy - reference).detach()
+    total, number = comm.total(torch.stack([each.sum(), torch.ones_like(each).sum()]))
+    return (total / (number if count is None else count)).clamp(min=0)
 
 
 def _pairs(x: Tensor) -> tuple[Tensor, Tensor]:

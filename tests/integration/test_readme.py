@@ -11,8 +11,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
+from torch.func import grad_and_value
 
+import shard
 from examples.qlora import cli
+from fquant import tree
+from models import decoder
+from tests.helpers import ranks
 
 ROOT = Path(__file__).parents[2]
 MAIN = "python3 -m venv .venv && .venv/bin/pip install -e . && .venv/bin/python -m examples.qlora"
@@ -89,6 +95,27 @@ def test_every_program_runs(tmp_path):
     paths = [path for page in PAGES for path in programs(page, tmp_path)]
     assert len(paths) >= len(PAGES) - 1  # of all pages only that on benchmarks has none
     run([sys.executable, "-c", RUN_ALL, *paths], tmp_path)
+
+
+def on_two_ranks():
+    """Add to the README's program on two ranks what a mesh needs; compare gradients and loss with one process."""
+    found, program = {}, blocks("README.md", "python")[0]
+    tokens = next(line for line in program.splitlines() if line.startswith("tokens ="))
+    exec(program.partition("@jit")[0] + tokens, found)
+    cfg, loss, tokens = (found[name] for name in ("cfg", "loss", "tokens"))
+    adapters = tree.map(lambda t: t + 0.01, found["adapters"])  # those of a start have zero gradients
+    mesh, rules = shard.mesh(fsdp=2), shard.Rules()
+    base, adapters = shard.place((found["base"], adapters), decoder.dims(cfg), rules, mesh)
+    mine, comm = shard.share(tokens[:3], mesh, rules), shard.comm(mesh, rules)
+    wanted = grad_and_value(loss)(adapters, found["base"], tokens[:3])
+    got = shard.reduce(grad_and_value(loss)(adapters, shard.local(base), mine, comm), mesh, rules)
+    for a, b in zip(tree.leaves(got), tree.leaves(wanted), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.xdist_group("ranks")
+def test_the_program_on_two_ranks_equals_one_process():
+    ranks.run(2, on_two_ranks)
 
 
 COMMANDS = {page: found for page in PAGES if (found := [c for c in commands(page) if c not in (MAIN, TESTS)])}

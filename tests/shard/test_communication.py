@@ -9,9 +9,12 @@ import torch.distributed as dist
 from torch.func import grad, grad_and_value, vmap
 
 import shard
-from fquant import FP4, INT4_ZERO, INT8, NF4, NF4_DQ, Packed, lora, quantize, random, tree
-from models import decoder
+from fquant import FP4, INT4_ZERO, INT8, LOCAL, NF4, NF4_DQ, Packed, jit, lora, quantize, random, tree
+from fquant.communication import Loadable, VocabShard
+from models import decoder, experts
 from models.blocks import IGNORE
+from models.fused_cross_entropy import cross_entropy
+from models.losses import distillation, preference
 from shard import Rules
 from tests.helpers import ranks
 from tests.helpers.sharding.meshes import batch, config, loss, padded
@@ -197,3 +200,104 @@ def test_an_adapter_without_a_weight_is_named():
     for failure in caught.value.failures.values():
         assert failure.type == "ValueError"
         assert "adapter 'layers.1.query' has no weight to be attached to; there is attn_norm, q, k" in failure.message
+
+
+# --- losses without a count divide by the numbers of all ranks
+
+
+def of_decoder(adapters, base, x, y, cfg, comm=LOCAL):
+    return decoder.loss(lora.attach(base, adapters), x, y, cfg, comm)
+
+
+def of_distillation(adapters, base, x, y, cfg, comm=LOCAL):
+    return distillation.loss(lora.attach(base, adapters), base, x, y, cfg, comm=comm)
+
+
+def of_kto(adapters, base, x, y, cfg, comm=LOCAL):
+    """Return a sum over sequences, of which a mean over those of all ranks is a part."""
+    policy, reference = (
+        -decoder.token_losses(params, x, y, cfg, comm).sum(-1) for params in (lora.attach(base, adapters), base)
+    )
+    point = preference.kto_divergence(policy, reference - 3, comm=comm)
+    return preference.kto(policy, reference, torch.arange(len(x)) >= 0, point).sum()
+
+
+def of_routers(adapters, base, x, y, cfg, comm=LOCAL):
+    """Return the balancing loss of a router that reads the head's input, over the targets that count."""
+    hidden, _ = decoder.normed(lora.attach(base, adapters), x, cfg, comm)
+    scores = hidden.flatten(0, -2)[:, :7]
+    return experts.load_balancing_loss([scores, 2 * scores], 3, (y != IGNORE).flatten(), comm)
+
+
+LOSSES = {f.__name__: f for f in (of_decoder, of_distillation, of_kto, of_routers)}
+
+
+@cache
+def whole_batch(name, rows):
+    cfg, base, adapters = model(True)
+    return grad_and_value(LOSSES[name])(adapters, base, *batch(rows), cfg)
+
+
+def without_count(axes, name, rows, options, captured):
+    cfg, base, adapters = model(True)
+    mesh, rules = shard.mesh(**axes), Rules()
+    base, adapters = shard.place((base, adapters), decoder.dims(cfg), rules, mesh)
+    comm, (x, y) = shard.comm(mesh, rules, **options), shard.share(batch(rows), mesh, rules)
+    step = lambda *args: shard.reduce(grad_and_value(LOSSES[name])(*args, cfg, comm), mesh, rules)
+    return (jit(step) if captured else step)(adapters, shard.local(base), x, y)
+
+
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("axes", "name", "rows", "options", "captured"),
+    [
+        ({"fsdp": 2}, "of_decoder", 5, {"tokens": 48}, False), ({"dp": 3}, "of_decoder", 2, {}, False),
+        ({"fsdp": 3}, "of_distillation", 5, {}, False), ({"fsdp": 2}, "of_kto", 5, {}, False),
+        ({"fsdp": 3}, "of_routers", 5, {}, False), ({"fsdp": 2}, "of_decoder", 5, {}, True),
+        pytest.param({"fsdp": 1}, "of_decoder", 5, {}, True, marks=SLOW),
+        pytest.param({"dp": 2}, "of_kto", 5, {}, True, marks=SLOW),
+        pytest.param({"fsdp": 3}, "of_distillation", 2, {"tokens": 16}, True, marks=SLOW),
+        pytest.param({"dp": 2, "fsdp": 2}, "of_routers", 7, {}, True, marks=SLOW),
+    ],
+)  # fmt: skip
+def test_a_loss_without_count_is_the_loss_of_one_process(axes, name, rows, options, captured):
+    wanted, value = whole_batch(name, rows)
+    for grads, got in ranks.run(math.prod(axes.values()), without_count, axes, name, rows, options, captured):
+        close(grads, wanted)
+        torch.testing.assert_close(got, value, rtol=1e-10, atol=0)
+
+
+def mapped(rows):
+    """Compare vmaps over examples, and over adapters that have batches of their own, with those of one process."""
+    cfg, base, adapters = model(True)
+    mesh, rules = shard.mesh(fsdp=dist.get_world_size()), Rules()
+    placed = shard.local(shard.place(base, decoder.dims(cfg), rules, mesh))
+    comm, (x, y) = shard.comm(mesh, rules), batch(rows)
+    mine = shard.share((x, y), mesh, rules)
+    each = vmap(grad(of_decoder), (None, None, 0, 0, None, None))
+    wanted = shard.share(each(adapters, base, x, y, cfg, LOCAL), mesh, rules)
+    close_to(each(adapters, placed, *mine, cfg, comm), wanted)
+    stacked = lora.stack([adapters, tree.map(lambda t: 1.5 * t, adapters)])
+    of_adapters = vmap(grad(of_decoder), (0, None, 1, 1, None, None))
+    cut = lambda t: torch.stack([t, t.flip(0)], 1)  # [rows adapters t]
+    got = of_adapters(stacked, placed, *map(cut, mine), cfg, comm)
+    every = (torch.cat([cut(t) for t in z.tensor_split(dist.get_world_size())]) for z in (x, y))
+    close_to(shard.reduce(got, mesh, rules), of_adapters(stacked, base, *every, cfg, LOCAL))
+
+
+def close_to(got, wanted):
+    for a, b in zip(tree.leaves(got), tree.leaves(wanted), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_examples_of_a_vmap_count_alone_and_batches_of_adapters_together(n):
+    ranks.run(n, mapped, 5)
+
+
+def test_a_split_head_needs_a_count():
+    head = VocabShard(torch.zeros(4, 8), Loadable(), 0, 8, 0, 3, lambda t: t, lambda t: t, lambda t: t)
+    with pytest.raises(ValueError, match=r"count: missing beside a VocabShard; give count, .* on all ranks"):
+        cross_entropy(torch.zeros(3, 8), head, torch.zeros(3).long())

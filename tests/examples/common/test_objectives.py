@@ -80,7 +80,7 @@ def loss(objective, model, batch):
     base, policy = model
     batch = objectives.complete(objective, batch)
     count = objectives.counts(objective, batch)
-    return objectives.loss(objective, policy, base, batch, count, GQA, LOCAL, torch.float32, lambda t: t)
+    return objectives.loss(objective, policy, base, batch, count, GQA, LOCAL, torch.float32)
 
 
 PAIRS = Preferences(rows(DOCUMENTS[:2]), rows([(DOCUMENTS[0][0], [40]), (DOCUMENTS[1][0], [41, 42, 43])]))
