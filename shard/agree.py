@@ -31,7 +31,7 @@ Gather = Callable[[str], list[str]]  # from the text of this rank to those of al
 
 
 def same(what: str, facts: Mapping[str, str], gather: Gather | None = None) -> None:
-    """Check that all ranks have the same ``facts`` (name -> short text); an empty text agrees with every other.
+    """Check that all ranks have the same ``facts`` (name -> short text) in one order; an empty text agrees with any.
 
     Raises ValueError on every rank, naming the first difference and the ranks that have it.
     """
@@ -39,6 +39,11 @@ def same(what: str, facts: Mapping[str, str], gather: Gather | None = None) -> N
     if len(set(gather(hashlib.blake2b(mine.encode(), digest_size=16).hexdigest()))) == 1:
         return
     tables = [json.loads(text) for text in gather(mine)]
+    common = set(tables[0]).intersection(*tables)
+    orders = ([name for name in table if name in common] for table in tables)
+    turned = next((names for names in zip(*orders, strict=True) if len(set(names)) > 1), [""] * len(tables))
+    for table, name in zip(tables, turned, strict=True):
+        table["the order"] = name and f"{name} first"
     for name in dict.fromkeys(name for table in tables for name in table):
         seen: dict[str, list[int]] = {}
         for rank, table in enumerate(tables):

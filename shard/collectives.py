@@ -12,10 +12,10 @@ Each has a dual, which is its backward. On one device all are the identity.
 They are one autograd Function over torch's functional collectives. grad, vmap, jvp, their compositions and make_fx pass
 through. A backward calls the dual *Function*, because a raw collective there gives silent zeros. Groups are arguments.
 Over gloo the gathers, scattered sums and all-to-alls are the ops of shard/transport/gloo.py. Before one runs, the ranks
-of its group compare what each is about to do (roll_call.py).
+of its group compare what each is about to do, and of trees also paths, dtypes and shapes (roll_call.py).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -46,7 +46,7 @@ def all_gather(x: Tensor, group: Group) -> Tensor:
     """
     if x.ndim == 0:
         raise ValueError("all_gather got a scalar; wanted at least one dim to gather along")
-    return _Collective.apply(x, "all_gather", group.group_name)
+    return collective(x, "all_gather", group)
 
 
 def reduce_scatter(x: Tensor, group: Group) -> Tensor:
@@ -62,7 +62,7 @@ def reduce_scatter(x: Tensor, group: Group) -> Tensor:
         raise ValueError("reduce_scatter got a scalar; wanted at least one dim to scatter along")
     if x.shape[0] % group.size():
         raise ValueError(f"reduce_scatter got {x.shape[0]} rows for {group.size()} ranks; pad to a multiple")
-    return _Collective.apply(x, "reduce_scatter", group.group_name)
+    return collective(x, "reduce_scatter", group)
 
 
 def all_to_all(x: Tensor, group: Group) -> Tensor:
@@ -75,7 +75,7 @@ def all_to_all(x: Tensor, group: Group) -> Tensor:
     """
     if x.ndim == 0 or x.shape[0] % group.size():
         raise ValueError(f"all_to_all got shape {tuple(x.shape)} for {group.size()} ranks; pad dim 0 to a multiple")
-    return _Collective.apply(x, "all_to_all", group.group_name)
+    return collective(x, "all_to_all", group)
 
 
 def all_reduce(x: Tensor, group: Group) -> Tensor:
@@ -84,7 +84,7 @@ def all_reduce(x: Tensor, group: Group) -> Tensor:
     Along the group's axis: a partial sum in, replicated out. Backward: all_reduce, because every rank's loss depends on
     every rank's ``x``.
     """
-    return _Collective.apply(x, "all_reduce", group.group_name)
+    return collective(x, "all_reduce", group)
 
 
 def enter(x: Tensor, group: Group) -> Tensor:
@@ -95,7 +95,7 @@ def enter(x: Tensor, group: Group) -> Tensor:
 
     Along the group's axis: replicated in and out.
     """
-    return _Collective.apply(x, "enter", group.group_name)
+    return collective(x, "enter", group)
 
 
 def exit(x: Tensor, group: Group) -> Tensor:
@@ -107,12 +107,17 @@ def exit(x: Tensor, group: Group) -> Tensor:
     Along the group's axis: a partial sum in, replicated out. All ranks have the same loss from here on, which counts
     once.
     """
-    return _Collective.apply(x, "exit", group.group_name)
+    return collective(x, "exit", group)
 
 
 _DUAL = {"all_gather": "reduce_scatter", "all_reduce": "all_reduce", "all_to_all": "all_to_all", "enter": "exit"}
 _DUAL |= {dual: name for name, dual in _DUAL.items()}
 _SENT = {"all_reduce": "all_reduce sum", "exit": "all_reduce sum", "reduce_scatter": "reduce_scatter sum"}
+
+
+def collective(x: Tensor, name: str, group: Group, leaves: Sequence[str] = ()) -> Tensor:
+    """Return the collective ``name`` of ``x`` over ``group``, of a tree with ``leaves``, on which ranks must agree."""
+    return _Collective.apply(x, name, group.group_name, tuple(leaves))
 
 
 def broadcast(x: Tensor, source: int) -> None:
@@ -128,25 +133,26 @@ def all_reduce_max(x: Tensor, group: Group) -> Tensor:
 
 
 @contextmanager
-def _announced(name: str, x: Tensor, group: Group | None = None) -> Iterator[None]:
-    """Announce the collective ``name`` of ``x`` to ``group``, by default all ranks, and watch it; not if traced."""
+def _announced(name: str, x: Tensor, group: Group | None = None, leaves: Sequence[str] = ()) -> Iterator[None]:
+    """Announce the collective ``name`` of ``x`` to ``group``, by default all ranks, and watch it; a trace notes it."""
     if isinstance(x, FakeTensor):
+        graph.note_leaves(leaves)
         yield
     else:
-        announce(f"{name} {graph.describe(x)}", group)
+        announce(f"{name} {graph.describe(x)}", group, leaves)
         with transfer(group):
             yield
 
 
 class _Collective(torch.autograd.Function):
-    """The collective ``name`` over the group with the name ``group``."""
+    """The collective ``name`` over the group with the name ``group``; see :func:`collective`."""
 
     @staticmethod
-    def forward(x: Tensor, name: str, group: str) -> Tensor:
+    def forward(x: Tensor, name: str, group: str, leaves: tuple[str, ...]) -> Tensor:
         if name == "enter":
             return x.view_as(x)
         x, over = x.contiguous(), resolve(group)
-        with _announced(_SENT.get(name, name), x, over):
+        with _announced(_SENT.get(name, name), x, over, leaves):
             if name in ("all_reduce", "exit"):
                 out = _ops.all_reduce(x, "sum", group)
             elif x.device == HOST and over._get_backend(x.device).name() == "gloo":
@@ -162,22 +168,22 @@ class _Collective(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        _, ctx.name, ctx.group = inputs
+        _, ctx.name, *ctx.rest = inputs
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
-        return _Collective.apply(g, _DUAL[ctx.name], ctx.group), None, None
+        return _Collective.apply(g, _DUAL[ctx.name], *ctx.rest), None, None, None
 
     @staticmethod
     def jvp(ctx: Any, dx: Tensor, *_: Any) -> Tensor:
-        return _Collective.apply(dx, ctx.name, ctx.group)
+        return _Collective.apply(dx, ctx.name, *ctx.rest)
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, x: Tensor, name: str, group: str) -> tuple[Tensor, int]:
+    def vmap(info: Any, in_dims: Any, x: Tensor, name: str, *rest: Any) -> tuple[Tensor, int]:
         dim = in_dims[0]
         if name in ("all_gather", "reduce_scatter", "all_to_all"):  # which work along dim 0
             x, dim = x.movedim(dim, 1), 1
-        return _Collective.apply(x, name, group), dim
+        return _Collective.apply(x, name, *rest), dim
 
 
 class Traffic(TorchDispatchMode):

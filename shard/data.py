@@ -8,6 +8,7 @@ the blocks (trained/). Random draws use the numbers of rows in the whole batch (
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,10 +18,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from fquant import tree
 from fquant.global_norm import root, sum_of_squares
 
-from .collectives import all_reduce
+from .collectives import Group, collective
 from .device_mesh import Axes, device_of, groups, position
 from .rules import Rules
-from .trained.float_bundle import FloatBundle, is_bundle, length
+from .trained.float_bundle import is_bundle, length
 
 
 def share(x: Any, mesh: DeviceMesh, rules: Rules) -> Any:
@@ -60,17 +61,47 @@ def psum(x: Any, mesh: DeviceMesh, axes: Axes) -> Any:
         rank 0  {"n": a}  ->  {"n": a + b}
         rank 1  {"n": b}  ->  {"n": a + b}
 
-    Backward: psum.
+    Leaves are added by their paths, in any order of a dict's keys. Raises RuntimeError on every rank if ranks have
+    other paths, dtypes or shapes. Backward: psum.
     """
     leaves, structure = tree.flatten(x)
-    out: list[Any] = list(leaves)
-    for dtype in dict.fromkeys(t.dtype for t in leaves):
-        which = [i for i, t in enumerate(leaves) if t.dtype == dtype]
+    sums = _summed(*by_path(leaves, structure), leaves, groups(mesh, axes))
+    return tree.unflatten(structure, [sums[i] for i in range(len(leaves))])
+
+
+def by_path(leaves: Sequence[Any], structure: tree.Structure) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Return the places of ``leaves`` by their paths, and what ranks must agree on: each path, dtype and shape.
+
+    A leaf is a tensor or a bundle. There is nothing to agree on for a vector alone, which its collective describes.
+    """
+    return _by_path(structure, tuple((t.dtype, t.shape) if isinstance(t, Tensor) else t.layout for t in leaves))
+
+
+@functools.lru_cache(maxsize=64)
+def _by_path(structure: tree.Structure, kinds: tuple[Any, ...]) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    named, told = sorted(tree.items(tree.unflatten(structure, range(len(kinds))))), list[tuple[str, Any, Any]]()
+    for path, i in named:
+        if isinstance(kinds[i], tuple):
+            told.append((path or "(root)", *kinds[i]))
+        else:
+            told += [(f"{path}.{buffer.path}", buffer.dtype, buffer.shape) for buffer in kinds[i].buffers]
+    is_vector = len(told) == 1 and not named[0][0] and len(told[0][2]) < 2
+    text = (f"{path} {str(dtype).removeprefix('torch.')}{list(shape)}" for path, dtype, shape in told)
+    return tuple(i for _, i in named), () if is_vector else tuple(text)
+
+
+def _summed(
+    places: Sequence[int], told: Sequence[str], leaves: Sequence[Any], over: Sequence[Group]
+) -> dict[int, Tensor]:
+    """Return the sums over ranks of the tensors at ``places``, with one all-reduce for each dtype and group."""
+    out = dict[int, Tensor]()
+    for dtype in dict.fromkeys(leaves[i].dtype for i in places):
+        which = [i for i in places if leaves[i].dtype == dtype]
         flat = torch.cat([leaves[i].reshape(-1) for i in which])
-        flat = functools.reduce(all_reduce, groups(mesh, axes), flat)
+        flat = functools.reduce(lambda t, group: collective(t, "all_reduce", group, told), over, flat)
         for i, part in zip(which, flat.split([leaves[i].numel() for i in which]), strict=True):
             out[i] = part.reshape(leaves[i].shape)
-    return tree.unflatten(structure, out)
+    return out
 
 
 def reduce(grads: Any, mesh: DeviceMesh, rules: Rules | None = None) -> Any:
@@ -87,14 +118,17 @@ def reduce(grads: Any, mesh: DeviceMesh, rules: Rules | None = None) -> Any:
     Raises TypeError, by path, for a leaf that is not a float, ValueError for a bundle that was placed for other rules.
     """
     rules = rules or Rules()
-    for path, leaf in tree.items(grads):
-        if not leaf.is_floating_point():
-            raise TypeError(f"{path}: a gradient of {leaf.dtype}; wanted floats")
-    whole, parts, structure = _apart(grads, mesh, rules)
-    whole = psum(whole, mesh, rules.batch)
+    if not all(leaf.is_floating_point() for leaf in tree.leaves(grads)):
+        path, leaf = next((path, leaf) for path, leaf in tree.items(grads) if not leaf.is_floating_point())
+        raise TypeError(f"{path}: a gradient of {leaf.dtype}; wanted floats")
+    leaves, structure = tree.flatten(grads, is_leaf=is_bundle)
+    _check_held(leaves, mesh, rules)
+    places, told = by_path(leaves, structure)
+    sums = _summed([i for i in places if not is_bundle(leaves[i])], told, leaves, groups(mesh, rules.batch))
     rest = groups(mesh, tuple(axis for axis in rules.batch if axis != rules.block))
-    sums = {i: tree.map(lambda t: functools.reduce(all_reduce, rest, t), b) for i, b in parts.items()}
-    return tree.unflatten(structure, [(whole | sums)[i] for i in range(len(whole) + len(sums))])
+    one = lambda t: functools.reduce(lambda t, group: collective(t, "all_reduce", group, told), rest, t)
+    bundles = {i: tree.map(one, leaves[i]) for i in places if is_bundle(leaves[i])}
+    return tree.unflatten(structure, [(sums | bundles)[i] for i in range(len(leaves))])
 
 
 def global_norm(grads: Any, mesh: DeviceMesh, rules: Rules | None = None) -> Tensor:
@@ -106,8 +140,10 @@ def global_norm(grads: Any, mesh: DeviceMesh, rules: Rules | None = None) -> Ten
     One all-reduce of a number, over the axis that splits blocks; none without bundles. No derivative is meant.
     """
     rules = rules or Rules()
-    whole, parts, _ = _apart(grads, mesh, rules)
-    total = sum_of_squares(list(whole.values())) if whole or not parts else None
+    leaves = tree.leaves(grads, is_leaf=is_bundle)
+    _check_held(leaves, mesh, rules)
+    whole, parts = [t for t in leaves if not is_bundle(t)], [t for t in leaves if is_bundle(t)]
+    total = sum_of_squares(whole) if whole or not parts else None
     if parts:
         shared = psum(sum_of_squares(tree.leaves(parts)), mesh, rules.block or ())
         total = shared if total is None else total + shared
@@ -115,14 +151,11 @@ def global_norm(grads: Any, mesh: DeviceMesh, rules: Rules | None = None) -> Ten
     return root(total)
 
 
-def _apart(x: Any, mesh: DeviceMesh, rules: Rules) -> tuple[dict[int, Tensor], dict[int, FloatBundle], Any]:
-    """Return the leaves outside of bundles, and the bundles, each by its place, and the structure of both."""
-    leaves, structure = tree.flatten(x, is_leaf=is_bundle)
+def _check_held(leaves: Sequence[Any], mesh: DeviceMesh, rules: Rules) -> None:
+    """Raise ValueError for a bundle among ``leaves`` that was placed for other rules."""
     _, ranks = position(mesh, rules.block or ())
-    parts = {i: leaf for i, leaf in enumerate(leaves) if is_bundle(leaf)}
-    for b in parts.values():
+    for b in filter(is_bundle, leaves):
         held, size = b.values.shape[0], length(b.layout)
         if held * ranks != size:
             fault = f"a bundle holds {held} of {size} elements, and these rules split blocks over {ranks} ranks"
             raise ValueError(f"{fault}; pass the mesh and the rules that it was placed with")
-    return {i: leaf for i, leaf in enumerate(leaves) if i not in parts}, parts, structure

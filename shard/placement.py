@@ -38,7 +38,7 @@ from fquant.lazy import Lazy
 
 from . import agree, bundle, host_memory, pieces
 from .bundle import Bundle, Layout
-from .collectives import all_gather
+from .collectives import collective
 from .device_mesh import device_of, position
 from .rules import Dims, Rules, check_dims, check_rules, offloaded
 from .trained import FloatBundle, Precision, RowBundle, float_bundle, row_bundle, row_layout
@@ -257,7 +257,7 @@ def collect(x: Any) -> Any:
     result of :func:`local`; of a trained tree, :func:`whole` collects that.
     """
 
-    def one(b: Any) -> Any:
+    def one(path: str, b: Any) -> Any:
         (t,) = tree.leaves(b)
         if not isinstance(t, DTensor):
             raise ValueError("collect got a local bundle; wanted the placed tree, before shard.local")
@@ -265,11 +265,11 @@ def collect(x: Any) -> Any:
         whole = t.to_local().to(device_of(mesh))
         for axis, placement in enumerate(t.placements):
             if isinstance(placement, Shard) and mesh.size(axis) > 1:
-                whole = all_gather(whole, mesh.get_group(axis))
+                whole = collective(whole, "all_gather", mesh.get_group(axis), [path])
         whole = whole.view(torch.uint8)
         return row_layout.read(whole, b.layout) if isinstance(b, RowBundle) else bundle.read(whole, b.layout)
 
-    return _map_bundles(one, x)
+    return tree.map_with_path(lambda path, y: one(path, y) if _is_bundle(y) else y, x, is_leaf=_is_bundle)
 
 
 def _check_devices(x: Any, wanted: torch.device) -> None:
@@ -292,5 +292,8 @@ def _check_devices(x: Any, wanted: torch.device) -> None:
 
 
 def _map_bundles(f: Any, x: Any) -> Any:
-    is_bundle = lambda y: isinstance(y, Bundle | FloatBundle | RowBundle)
-    return tree.map(lambda leaf: f(leaf) if is_bundle(leaf) else leaf, x, is_leaf=is_bundle)
+    return tree.map(lambda leaf: f(leaf) if _is_bundle(leaf) else leaf, x, is_leaf=_is_bundle)
+
+
+def _is_bundle(x: Any) -> bool:
+    return isinstance(x, Bundle | FloatBundle | RowBundle)

@@ -35,7 +35,7 @@ import json
 import os
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from multiprocessing.util import Finalize
 
@@ -66,9 +66,12 @@ def start(seconds: float) -> None:
     weakref.finalize(world, roll.close)
 
 
-def announce(what: str, group: dist.ProcessGroup | None = None) -> None:
-    """Wait until every rank of ``group``, by default of the job, has announced ``what``; see the module."""
-    _exchange(what, what, "", group)
+def announce(what: str, group: dist.ProcessGroup | None = None, leaves: Sequence[str] = ()) -> None:
+    """Wait until every rank of ``group``, by default of the job, has announced ``what``; see the module.
+
+    ``leaves`` are the paths, dtypes and shapes of a tree that travels in one tensor, on which ranks must agree too.
+    """
+    _exchange("\n".join([what, *leaves]), what, "", group)
 
 
 def _exchange(kind: str, what: str, payload: str, group: dist.ProcessGroup | None = None) -> list[str] | None:

@@ -5,7 +5,8 @@ differs, ranks wait in collectives that others never enter, or sum one rank's gr
 
 So before each replay all ranks exchange eight bytes, in one all-gather: a digest of the function's name and of its
 collectives. A collective counts by what ranks have in common: op, options, dtype and shape of the gathered or summed
-buffer, and size of the group. If digests differ, all ranks raise one error, which says what each was about to run.
+buffer, and size of the group. If a buffer holds a tree, the paths, dtypes and shapes of its leaves count too, which the
+trace has noted. If digests differ, all ranks raise one error, which says what each was about to run.
 
 A rank that does not come is waited for until its connections close, or until the group's time-out. The error then names
 the function. Two functions of one name and collectives are not distinguished.
@@ -140,7 +141,9 @@ def _difference(runs: list[list[str]]) -> str:
     seen: dict[str, list[int]] = {}
     for rank, run in enumerate(runs):
         found = run[place] if place < len(run) else "nothing"
-        seen.setdefault(run[0] if place == 0 else f"{run[0]} (collective {place}: {found})", []).append(rank)
+        number = place - sum(line.startswith(graph.LEAF) for line in run[:place])
+        detail = found if found.startswith(graph.LEAF) else f"collective {number}: {found}"
+        seen.setdefault(run[0] if place == 0 else f"{run[0]} ({detail})", []).append(rank)
     text = [f"rank{'s' * (len(members) > 1)} {', '.join(map(str, members))} {run}" for run, members in seen.items()]
     return (
         f"jit: ranks are about to run different things: {'; '.join(text)}; "

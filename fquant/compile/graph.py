@@ -10,7 +10,8 @@ and the host, is two nodes too.
 
 import operator
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -25,6 +26,8 @@ Pass = Callable[[Graph], None]  # changes a graph in place and keeps its inputs 
 _SIZES = "sizes"  # of a node's meta: its value, and the bytes of each storage of that
 PLACE = ("stack_trace", "backward")  # of a node's meta: where the user's code calls it, and whether in a backward
 _FUNCTIONAL = "_c10d_functional."
+LEAF = "leaf "  # before a path, in what ranks compare
+_noted: dict[str, None] = {}
 _WAIT = _FUNCTIONAL + "wait_tensor.default"  # by name, because a build of torch may lack the op
 _ARRIVED = "fquant.arrived.default"  # of shard.transport.host, as the transfers
 _STORE = "fquant.store.default"
@@ -261,3 +264,15 @@ def tensor_layouts(node: Node) -> object:
 def describe(t: Tensor) -> str:
     """Return a tensor's dtype and shape as text, e.g. ``float32[2, 3]``."""
     return f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}"
+
+
+def note_leaves(leaves: Sequence[str]) -> None:
+    """Note that the trace under way has a collective of a tree with these ``leaves``: paths, dtypes and shapes."""
+    _noted.update(dict.fromkeys(f"{LEAF}{leaf}" for leaf in leaves))
+
+
+@contextmanager
+def noting() -> Iterator[dict[str, None]]:
+    """Yield what :func:`note_leaves` notes inside, each leaf once, in order; traces are made one at a time."""
+    _noted.clear()
+    yield _noted

@@ -114,7 +114,8 @@ def trace(
         return [leaf for leaf in result[0] if isinstance(leaf, Tensor)]
 
     device = with_index(device)
-    module = _recorded(flat, [t for _, t in named], device, host, lines)
+    with _TRACING, graph.noting() as leaves_sent:
+        module, sent = _recorded(flat, [t for _, t in named], device, host, lines), tuple(leaves_sent)
     with _disable_current_modes():
         graph.run(module.graph, passes)
         graph.run(module.graph, (decompose, gate_steps, *([rematerialize] if recompute else [])))
@@ -128,7 +129,7 @@ def trace(
     slots = tuple(_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in out)
     paths = tuple(path for path, _ in named)
     donations = {i: f"{paths[i]} was donated to {name}(...)" for i, node in enumerate(placeholders) if node in taken}
-    communicates = collective_check.collectives(module.graph)
+    communicates = sent + collective_check.collectives(module.graph)
     return Captured(module, paths, build, slots, communicates, donations, device)
 
 

@@ -5,7 +5,7 @@ ranks. It adds them up in the order of the tree, and an all-gather gives the sum
 are the bytes of an all-reduce. A rank with fewer subtrees than another sends zeros for the rest.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fquant import tree
 
-from ..collectives import Group, all_gather, all_to_all
-from ..data import psum
+from ..collectives import Group, all_gather, collective
+from ..data import by_path, psum
 from ..device_mesh import groups, position
 from ..rules import Rules as Sharding
 from .sum_tree import Node, Rows, joined, nodes, partial_sums, split
@@ -30,10 +30,12 @@ def total(found: Mapping[Node, Any], rows: Rows, mesh: DeviceMesh, rules: Shardi
     trees = [tree.flatten(found[node]) for node in nodes(rows)]
     leaves = [each for each, _ in trees]
     out: list[Any] = list(leaves[0])
-    for dtype in dict.fromkeys(t.dtype for t in out):
-        which = [i for i, t in enumerate(out) if t.dtype == dtype]
+    places, told = by_path(out, trees[0][1])
+    for dtype in dict.fromkeys(out[i].dtype for i in places):
+        which = [i for i in places if out[i].dtype == dtype]
         sizes = [out[i].numel() for i in which]
-        flat = _sum([[each[i].reshape(-1) for i in which] for each in leaves], sum(sizes), every, rows.total, group)
+        own = [[each[i].reshape(-1) for i in which] for each in leaves]
+        flat = _sum(own, sum(sizes), every, rows.total, group, told)
         for i, part in zip(which, flat.split(sizes), strict=True):
             out[i] = part.reshape(out[i].shape)
     return tree.unflatten(trees[0][1], out)
@@ -56,7 +58,9 @@ def sum_rows(values: Tensor, rows: int, mesh: DeviceMesh, rules: Sharding) -> Te
     return partial_sums(every, Rows(0, rows, rows))[0]
 
 
-def _sum(own: list[list[Tensor]], size: int, every: list[list[Node]], rows: int, group: Group) -> Tensor:
+def _sum(
+    own: list[list[Tensor]], size: int, every: list[list[Node]], rows: int, group: Group, told: Sequence[str]
+) -> Tensor:
     """Return the sum [size] over all ranks, where ``own`` has the tensors of each subtree of this rank."""
     ranks, most = len(every), max(map(len, every))
     part = -(-size // ranks)
@@ -64,7 +68,7 @@ def _sum(own: list[list[Tensor]], size: int, every: list[list[Node]], rows: int,
     runs = [torch.cat([*each, fill]) for each in own]
     runs += [torch.zeros_like(runs[0]) for _ in range(most - len(runs))]
     sent = torch.stack([run.view(ranks, part) for run in runs], 1)  # [ranks most part]
-    received = all_to_all(sent.flatten(0, 1), group).unflatten(0, (ranks, most))
+    received = collective(sent.flatten(0, 1), "all_to_all", group, told).unflatten(0, (ranks, most))
     found = {node: received[rank, i] for rank, mine in enumerate(every) for i, node in enumerate(mine)}
     (root,) = joined(found, rows, torch.add).values()
     return all_gather(root, group)[:size]

@@ -13,6 +13,7 @@ torch.distributed.checkpoint on the result of :func:`shard.at_rest` instead, whi
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from fquant import lazy, tree
 from fquant.device import HOST
 
 from ..bundle import Layout
-from ..collectives import all_gather
+from ..collectives import collective
 from ..device_mesh import device_of, position
 from ..host_memory import moved
 from ..rules import Rules
@@ -47,13 +48,14 @@ def whole(x: Any, mesh: DeviceMesh, rules: Rules) -> Any:
     group = mesh.get_group(rules.block) if rules.block and position(mesh, rules.block)[1] > 1 else None
     is_first, device = dist.get_rank() == 0, device_of(mesh)
 
-    def gathered(t: Tensor) -> Tensor:
+    def gathered(path: str, t: Tensor) -> Tensor:
         t = t.to_local() if isinstance(t, DTensor) else t
         t = t.to(device)  # behind what is still copied to the host
-        found = all_gather(t.contiguous(), group) if group is not None else t
+        found = collective(t.contiguous(), "all_gather", group, [path]) if group is not None else t
         return found.to(HOST, copy=True) if is_first else found.to("meta")
 
-    return tree.map(lambda y: opened(y, gathered) if is_trained(y) else y, x, is_leaf=is_trained)
+    one = lambda path, y: opened(y, partial(gathered, path)) if is_trained(y) else y
+    return tree.map_with_path(one, x, is_leaf=is_trained)
 
 
 def whole_like(x: Any) -> Any:

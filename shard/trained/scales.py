@@ -18,7 +18,7 @@ from fquant import tree
 from fquant.communication import Loadable
 from fquant.tree import node
 
-from ..collectives import all_gather, all_reduce
+from ..collectives import collective
 from ..device_mesh import position
 from ..rules import Rules
 from ..transport import wire
@@ -39,9 +39,10 @@ def wire_scales(x: Any, mesh: DeviceMesh, rules: Rules) -> list[Tensor]:
     Call it once a step, outside of the loss, and pass the result to :func:`scaled`. One all-gather of maxima, or one
     all-reduce of sums, for all tensors together; none if no bundle needs scales. No derivative.
     """
-    bundles = [b for b in tree.leaves(x, is_leaf=is_bundle) if is_bundle(b) and needs_scales(b)]
-    if not bundles:
+    named = {path: b for path, b in tree.items(x, is_leaf=is_bundle) if is_bundle(b) and needs_scales(b)}
+    if not named:
         return []
+    bundles = list(named.values())
     rank, ranks = position(mesh, rules.block or ())
     messages = [message(b.layout, b.precision, rank, ranks) for b in bundles]
     each = [wire.magnitudes(b.values.detach(), it) for b, it in zip(bundles, messages, strict=True)]
@@ -49,7 +50,8 @@ def wire_scales(x: Any, mesh: DeviceMesh, rules: Rules) -> list[Tensor]:
     if ranks > 1 and rules.block is not None:
         group = mesh.get_group(rules.block)
         is_max = messages[0].wire.statistic == "max"
-        found = all_gather(found[None], group).amax(0) if is_max else all_reduce(found, group)
+        gathered = lambda t: collective(t[None], "all_gather", group, [*named]).amax(0)
+        found = gathered(found) if is_max else collective(found, "all_reduce", group, [*named])
     parts = found.split([t.shape[0] for t in each])
     numbers = ([math.prod(b.shape) for b in in_order(x.layout) if len(b.shape) > 1] for x in bundles)
     return [wire.scales_of(*each) for each in zip(parts, messages, numbers, strict=True)]

@@ -8,13 +8,14 @@ Adafactor takes means of rows and columns. Here every rank gathers parameters an
 keeps its part. So updates are those of one process, paths are those of weights, and each rank has the whole state.
 """
 
+from functools import partial
 from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
 from fquant import tree
 
-from ..collectives import all_gather
+from ..collectives import collective
 from ..device_mesh import position
 from ..rules import Rules
 from .reshard import is_trained, opened, part
@@ -30,8 +31,9 @@ def on_whole(optimizer: Any, mesh: DeviceMesh, rules: Rules) -> Any:
     norm of the whole gradient inside. The state is the same on all ranks, so a file of it fits any mesh.
     """
     group = mesh.get_group(rules.block) if rules.block and position(mesh, rules.block)[1] > 1 else None
-    gathered = lambda t: all_gather(t, group) if group is not None else t
-    whole = lambda x: tree.map(lambda y: opened(y, gathered) if is_trained(y) else y, x, is_leaf=is_trained)
+    gathered = lambda path, t: collective(t, "all_gather", group, [path]) if group is not None else t
+    one = lambda path, y: opened(y, partial(gathered, path)) if is_trained(y) else y
+    whole = lambda x: tree.map_with_path(one, x, is_leaf=is_trained)
 
     def update(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
         updates, state = optimizer.update(whole(grads), state, whole(params))

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import sys
+from itertools import zip_longest
 from typing import NamedTuple
 
 import torch
@@ -21,12 +22,19 @@ class Arrival(NamedTuple):
 
 
 def difference(arrived: dict[int, Arrival]) -> str:
-    """Return the error of ranks that announce different things, of which the lines of the first ranks are shown."""
+    """Return the error of ranks that announce different things, of which the lines of the first ranks are shown.
+
+    Of equal collectives of different trees, the first leaf that differs is shown too.
+    """
     seen: dict[str, list[int]] = {}
     for rank, arrival in sorted(arrived.items()):
         seen.setdefault(arrival.kind, []).append(rank)
+    runs = {kind: kind.split("\n") for kind in seen}
+    places = zip_longest(*runs.values())
+    place = next(i for i, lines in enumerate(places) if len(set(lines)) > 1)
+    leaf = lambda run: f", leaf {run[place] if place < len(run) else 'nothing'}" * (place > 0)
     named = lambda ranks: f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
-    each = "; ".join(f"{named(ranks)} {arrived[ranks[0]].shown}" for ranks in seen.values())
+    each = "; ".join(f"{named(ranks)} {arrived[ranks[0]].shown}{leaf(runs[kind])}" for kind, ranks in seen.items())
     return f"ranks are about to do different things: {each}; {FIX}"
 
 

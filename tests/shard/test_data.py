@@ -7,10 +7,11 @@ import torch
 import torch.distributed as dist
 
 import shard
-from fquant import tree
+from fquant import jit, tree
 from fquant.device import HOST
 from shard import Rules
 from tests.helpers import ranks
+from tests.helpers.arrays import named
 from tests.helpers.devices.placing import elsewhere, on
 from tests.helpers.sharding.bundles import same_bits
 from tests.helpers.sharding.meshes import mesh_of_one
@@ -193,3 +194,114 @@ def test_rows_are_exchanged_over_several_axes(axes, order):
         assert got == every and kept == 4 * (10.0 + rank)
         place = order.index(rank)
         assert (first, stop) == (2 * place + (place > 0), 2 * place + 3)
+
+
+# --- ranks with trees that differ
+
+
+def one_and_ten(*shape):
+    return torch.full(shape, 1.0), torch.full(shape, 10.0)
+
+
+def turned(x):
+    """Return the tree ``x`` with the keys of every dict in the opposite order."""
+    if isinstance(x, dict):
+        return {key: turned(x[key]) for key in reversed(x)}
+    return [turned(y) for y in x] if isinstance(x, list) else x
+
+
+SUMS = {
+    "psum": lambda x, mesh: shard.psum(x, mesh, "fsdp"),
+    "reduce": lambda x, mesh: shard.reduce(x, mesh),
+    "captured": lambda x, mesh: jit(lambda x: shard.reduce(x, mesh))(x),
+    "vmap": lambda x, mesh: torch.func.vmap(lambda x: shard.psum(x, mesh, "fsdp"))(x),
+    "gradient": lambda x, mesh: torch.func.grad(lambda x: tree.leaves(tree.map(torch.sum, weighed(x, mesh)))[0])(x),
+    "ordered": lambda x, mesh: shard.ordered.grad_and_value(
+        lambda x, row: sum(row * t.sum() for t in tree.leaves(x)), mesh, Rules(), rows=dist.get_world_size()
+    )(x, [torch.full((1,), 1.0 + dist.get_rank())]),
+}
+
+
+def weighed(x, mesh):
+    """Return sums over ranks, of which the first leaf is the sum of all, by their names."""
+    found = shard.psum(x, mesh, "fsdp")
+    return {"of all": sum(t.sum() * (i + 1) for i, (_, t) in enumerate(sorted(tree.items(found))))}
+
+
+def of_turned(name):
+    """Sum on this rank a tree whose dicts have their keys in an order of its own; compare with all trees by paths."""
+    mesh, rank = shard.mesh(fsdp=dist.get_world_size()), dist.get_rank()
+    trees = [{"a": a + i, "b": [b, {"d": 3 * a, "c": 2 * b + i}]} for i in range(3) for a, b in [one_and_ten(2)]]
+    mine = turned(trees[rank]) if rank == 1 else trees[rank]
+    got = dict(tree.items(SUMS[name](mine, mesh)))
+    if name in ("gradient", "ordered"):
+        mean = {path[2:] if name == "ordered" else path: t.mean().item() for path, t in got.items() if t.ndim}
+        n = dist.get_world_size()
+        places = sorted(tree.paths(trees[0]))
+        return mean == {p: n * (i + 1.0) if name == "gradient" else n * (n + 1) / 2 for i, p in enumerate(places)}
+    wanted = {path: sum(dict(tree.items(t))[path] for t in trees[: dist.get_world_size()]) for path in got}
+    return all(torch.equal(got[path], wanted[path]) for path in wanted)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+@named("name", SUMS)
+def test_leaves_are_paired_by_path_and_not_by_position(name, n):
+    assert ranks.run(n, of_turned, name) == [True] * n
+
+
+OTHERS = {  # what rank 1 has, where the others have {"a": f32[2], "b": f32[2, 3]}; the leaves in the error
+    "another name": ({"a": torch.ones(2), "c": torch.ones(2, 3)}, "b float32[2, 3]", "c float32[2, 3]"),
+    "another shape": ({"a": torch.ones(2), "b": torch.ones(3, 2)}, "b float32[2, 3]", "b float32[3, 2]"),
+    "shapes of one sum": ({"a": torch.ones(6), "b": torch.ones(2)}, "a float32[2]", "a float32[6]"),
+    "another depth": ({"a": torch.ones(2), "b": [torch.ones(2, 3)]}, "b float32[2, 3]", "b.0 float32[2, 3]"),
+    "one leaf more": (
+        {"a": torch.ones(2), "b": torch.ones(2, 3), "n": torch.ones((), dtype=torch.float64)}, "nothing", "n float64[]"
+    ),
+    "two in one": ({"a": torch.ones(8)}, "a float32[2]", "a float32[8]"),
+}  # fmt: skip
+
+
+def of_others(case, name):
+    mesh = shard.mesh(fsdp=dist.get_world_size())
+    x = OTHERS[case][0] if dist.get_rank() == 1 else {"a": torch.ones(2), "b": torch.ones(2, 3)}
+    SUMS[name](x, mesh)
+
+
+@pytest.mark.parametrize(("name", "n"), [("psum", 2), ("reduce", 3), ("captured", 2), ("ordered", 2)])
+@named("case", OTHERS)
+def test_trees_that_differ_raise_on_every_rank(case, name, n):
+    with pytest.raises(ranks.RankFailure) as caught:
+        ranks.run(n, of_others, case, name, timeout=20)
+    failures = caught.value.failures
+    assert {rank: f.type for rank, f in failures.items()} == dict.fromkeys(range(n), "RuntimeError")
+    _, *leaves = OTHERS[case]
+    named = leaves if name != "ordered" and "nothing" not in leaves else leaves[1:] * (name != "ordered")
+    for f in failures.values():
+        assert "ranks are about to " in f.message and all(f"leaf {leaf}" in f.message for leaf in named), f.message
+
+
+def replicated():
+    mesh, x = shard.mesh(fsdp=2), dict(zip("ab", one_and_ten(3), strict=True))
+    shard.replicate(turned(x) if dist.get_rank() else x, mesh)
+
+
+def test_replicate_refuses_another_order():
+    """Its layout is that of each rank."""
+    with pytest.raises(ranks.RankFailure) as caught:
+        ranks.run(2, replicated, timeout=20)
+    for f in caught.value.failures.values():
+        assert "replicate: ranks disagree on the order: rank 0 has a first; rank 1 has b first" in f.message
+    assert len(caught.value.failures) == 2
+
+
+def collected():
+    mesh, w = shard.mesh(fsdp=2), torch.arange(64.0)
+    placed = shard.place({"a": {"w": w}, "b": {"w": -w}}, {"a": {"w": "d"}, "b": {"w": "d"}}, Rules(), mesh)
+    shard.collect(turned(placed) if dist.get_rank() else placed)
+
+
+def test_collect_refuses_another_order():
+    with pytest.raises(ranks.RankFailure) as caught:
+        ranks.run(2, collected, timeout=20)
+    assert all("leaf a; rank 1 all_gather" in f.message for f in caught.value.failures.values())
+    assert len(caught.value.failures) == 2
