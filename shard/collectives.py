@@ -2,12 +2,20 @@
 
 Each has a dual, which is its backward. On one device all are the identity.
 
-    all_gather      [n ...]        ->  [ranks·n ...]    dual  reduce_scatter
-    reduce_scatter  [ranks·n ...]  ->  [n ...]          dual  all_gather
-    all_to_all      [ranks·n ...]  ->  [ranks·n ...]    dual  all_to_all
-    all_reduce      the sum over ranks                  dual  all_reduce
-    enter           identity                            dual  exit
-    exit            the sum over ranks                  dual  enter
+                                                   value                     cotangent
+    all_gather      [n ...]       -> [ranks·n ...] sharded    -> replicated  partial    -> sharded
+    reduce_scatter  [ranks·n ...] -> [n ...]       partial    -> sharded     sharded    -> replicated
+    all_to_all      [ranks·n ...] -> [ranks·n ...] sharded    -> sharded     sharded    -> sharded
+    all_reduce      the sum over ranks             partial    -> replicated  partial    -> replicated
+    enter           identity                       replicated -> replicated  partial    -> replicated
+    exit            the sum over ranks             partial    -> replicated  replicated -> replicated
+
+all_gather and reduce_scatter are each other's duals, and so are enter and exit. The other two are their own.
+
+A partial value is the sum over ranks. A replicated value has a partial cotangent if each rank goes on to a loss of its
+own. The losses of all ranks then add up. It has a replicated cotangent if all ranks go on to one loss, which counts
+once. A loss that every rank computes whole, divided by the number of ranks, is a loss of the first kind. The tangent of
+a value has the type of the value.
 
 They are one autograd Function over torch's functional collectives. grad, vmap, jvp, their compositions and make_fx pass
 through. A backward calls the dual *Function*, because a raw collective there gives silent zeros. Groups are arguments.
@@ -42,7 +50,8 @@ def all_gather(x: Tensor, group: Group) -> Tensor:
         rank 0  [a]  ->  [a b]
         rank 1  [b]  ->  [a b]
 
-    Along the group's axis: sharded by dim 0 in, replicated out. Raises ValueError for a scalar.
+    Along the group's axis: sharded by dim 0 in, replicated out; the cotangent is partial. Raises ValueError for
+    a scalar.
     """
     if x.ndim == 0:
         raise ValueError("all_gather got a scalar; wanted at least one dim to gather along")
@@ -55,8 +64,8 @@ def reduce_scatter(x: Tensor, group: Group) -> Tensor:
         rank 0  [a b]  ->  [a + c]
         rank 1  [c d]  ->  [b + d]
 
-    Along the group's axis: a partial sum in, sharded by dim 0 out. Raises ValueError for a scalar, and if the number of
-    ranks does not divide dim 0.
+    Along the group's axis: a partial sum in, sharded by dim 0 out, and its cotangent too. Raises ValueError
+    for a scalar, and if the number of ranks does not divide dim 0.
     """
     if x.ndim == 0:
         raise ValueError("reduce_scatter got a scalar; wanted at least one dim to scatter along")
@@ -81,8 +90,8 @@ def all_to_all(x: Tensor, group: Group) -> Tensor:
 def all_reduce(x: Tensor, group: Group) -> Tensor:
     """Return the sum of ``x`` over ranks, each of which has a loss of its own; the losses of all ranks add up.
 
-    Along the group's axis: a partial sum in, replicated out. Backward: all_reduce, because every rank's loss depends on
-    every rank's ``x``.
+    Along the group's axis: a partial sum in, replicated out; the cotangent is partial. Backward: all_reduce, because
+    every rank's loss depends on every rank's ``x``.
     """
     return collective(x, "all_reduce", group)
 
@@ -93,7 +102,7 @@ def enter(x: Tensor, group: Group) -> Tensor:
         rank 0  a  ->  a          backward   g + h  <-  g
         rank 1  a  ->  a                     g + h  <-  h
 
-    Along the group's axis: replicated in and out.
+    Along the group's axis: replicated in and out; the cotangent is partial.
     """
     return collective(x, "enter", group)
 
@@ -104,20 +113,27 @@ def exit(x: Tensor, group: Group) -> Tensor:
         rank 0  a  ->  a + b      backward   g  <-  g
         rank 1  b  ->  a + b                 g  <-  g
 
-    Along the group's axis: a partial sum in, replicated out. All ranks have the same loss from here on, which counts
-    once.
+    Along the group's axis: a partial sum in, replicated out, and its cotangent too. All ranks have the same loss from
+    here on, which counts once.
     """
     return collective(x, "exit", group)
 
 
 _DUAL = {"all_gather": "reduce_scatter", "all_reduce": "all_reduce", "all_to_all": "all_to_all", "enter": "exit"}
 _DUAL |= {dual: name for name, dual in _DUAL.items()}
+_NO_DUAL = (
+    "a gradient through the sum of ranks' gradients: got no cotangent, wanted its type; use shard.reduce(..., "
+    "cotangent='partial'), and divide an outer loss that every rank computes whole by the number of ranks"
+)
 _SENT = {"all_reduce": "all_reduce sum", "exit": "all_reduce sum", "reduce_scatter": "reduce_scatter sum"}
 
 
-def collective(x: Tensor, name: str, group: Group, leaves: Sequence[str] = ()) -> Tensor:
-    """Return the collective ``name`` of ``x`` over ``group``, of a tree with ``leaves``, on which ranks must agree."""
-    return _Collective.apply(x, name, group.group_name, tuple(leaves))
+def collective(x: Tensor, name: str, group: Group, leaves: Sequence[str] = (), has_dual: bool = True) -> Tensor:
+    """Return the collective ``name`` of ``x`` over ``group``, of a tree with ``leaves``, on which ranks must agree.
+
+    Without ``has_dual`` a backward raises ValueError, because the type of the cotangent is not known.
+    """
+    return _Collective.apply(x, name, group.group_name, tuple(leaves), has_dual)
 
 
 def broadcast(x: Tensor, source: int) -> None:
@@ -148,7 +164,7 @@ class _Collective(torch.autograd.Function):
     """The collective ``name`` over the group with the name ``group``; see :func:`collective`."""
 
     @staticmethod
-    def forward(x: Tensor, name: str, group: str, leaves: tuple[str, ...]) -> Tensor:
+    def forward(x: Tensor, name: str, group: str, leaves: tuple[str, ...], has_dual: bool) -> Tensor:
         if name == "enter":
             return x.view_as(x)
         x, over = x.contiguous(), resolve(group)
@@ -172,7 +188,9 @@ class _Collective(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
-        return _Collective.apply(g, _DUAL[ctx.name], *ctx.rest), None, None, None
+        if not ctx.rest[-1]:
+            raise ValueError(_NO_DUAL)
+        return _Collective.apply(g, _DUAL[ctx.name], *ctx.rest), None, None, None, None
 
     @staticmethod
     def jvp(ctx: Any, dx: Tensor, *_: Any) -> Tensor:

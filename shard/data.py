@@ -9,7 +9,7 @@ the blocks (trained/). Random draws use the numbers of rows in the whole batch (
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fquant import tree
 from fquant.global_norm import root, sum_of_squares
+from fquant.tree import expect
 
 from .collectives import Group, collective
 from .device_mesh import Axes, device_of, groups, position
@@ -62,7 +63,10 @@ def psum(x: Any, mesh: DeviceMesh, axes: Axes) -> Any:
         rank 1  {"n": b}  ->  {"n": a + b}
 
     Leaves are added by their paths, in any order of a dict's keys. Raises RuntimeError on every rank if ranks have
-    other paths, dtypes or shapes. Backward: psum.
+    other paths, dtypes or shapes.
+
+    Along ``axes``: partial in, replicated out. The cotangent is partial, so the backward is psum: each rank has a loss
+    of its own, and the losses add up. Divide a loss that every rank computes whole by the number of ranks.
     """
     leaves, structure = tree.flatten(x)
     sums = _summed(*by_path(leaves, structure), leaves, groups(mesh, axes))
@@ -90,21 +94,26 @@ def _by_path(structure: tree.Structure, kinds: tuple[Any, ...]) -> tuple[tuple[i
     return tuple(i for _, i in named), () if is_vector else tuple(text)
 
 
+def _sum(t: Tensor, told: Sequence[str], over: Sequence[Group], has_dual: bool) -> Tensor:
+    return functools.reduce(lambda t, group: collective(t, "all_reduce", group, told, has_dual), over, t)
+
+
 def _summed(
-    places: Sequence[int], told: Sequence[str], leaves: Sequence[Any], over: Sequence[Group]
+    places: Sequence[int], told: Sequence[str], leaves: Sequence[Any], over: Sequence[Group], has_dual: bool = True
 ) -> dict[int, Tensor]:
     """Return the sums over ranks of the tensors at ``places``, with one all-reduce for each dtype and group."""
     out = dict[int, Tensor]()
     for dtype in dict.fromkeys(leaves[i].dtype for i in places):
         which = [i for i in places if leaves[i].dtype == dtype]
-        flat = torch.cat([leaves[i].reshape(-1) for i in which])
-        flat = functools.reduce(lambda t, group: collective(t, "all_reduce", group, told), over, flat)
+        flat = _sum(torch.cat([leaves[i].reshape(-1) for i in which]), told, over, has_dual)
         for i, part in zip(which, flat.split([leaves[i].numel() for i in which]), strict=True):
             out[i] = part.reshape(leaves[i].shape)
     return out
 
 
-def reduce(grads: Any, mesh: DeviceMesh, rules: Rules | None = None) -> Any:
+def reduce(
+    grads: Any, mesh: DeviceMesh, rules: Rules | None = None, cotangent: Literal["partial"] | None = None
+) -> Any:
     """Return the gradients of the whole batch: the sum, over its axes, of those of every rank's share.
 
         dp 0, fsdp 0   FloatBundle(a), b  ->  FloatBundle(a + e), b + d + f + h        a, c, e, g have been summed over
@@ -115,19 +124,28 @@ def reduce(grads: Any, mesh: DeviceMesh, rules: Rules | None = None) -> Any:
     Leaves outside of bundles take one all-reduce for each dtype. Each FloatBundle takes one over the axes that do not
     split its block, and none on a mesh without such an axis.
 
-    Raises TypeError, by path, for a leaf that is not a float, ValueError for a bundle that was placed for other rules.
+    Along ``rules.batch``: partial in, replicated out. A backward through it, as of a step inside another loss, raises
+    ValueError unless ``cotangent`` is "partial". Then each rank has an outer loss of its own, the losses add up, and
+    reduce adds up the outer gradients too. Divide an outer loss that every rank computes whole by the number of ranks:
+
+        step  = lambda p: p - lr * shard.reduce(grad(loss)(p, mine), mesh, cotangent="partial")
+        outer = shard.reduce(grad(lambda p: held_out(step(p)) / mesh.size())(p), mesh)
+
+    Raises TypeError, by path, for a leaf that is not a float. Raises ValueError for a bundle that was placed for other
+    rules, and for another ``cotangent``.
     """
     rules = rules or Rules()
+    expect(cotangent in ("partial", None), f"reduce: cotangent is {cotangent!r}; wanted 'partial' or None")
     if not all(leaf.is_floating_point() for leaf in tree.leaves(grads)):
         path, leaf = next((path, leaf) for path, leaf in tree.items(grads) if not leaf.is_floating_point())
         raise TypeError(f"{path}: a gradient of {leaf.dtype}; wanted floats")
     leaves, structure = tree.flatten(grads, is_leaf=is_bundle)
     _check_held(leaves, mesh, rules)
     places, told = by_path(leaves, structure)
-    sums = _summed([i for i in places if not is_bundle(leaves[i])], told, leaves, groups(mesh, rules.batch))
+    over, has_dual = groups(mesh, rules.batch), cotangent is not None
+    sums = _summed([i for i in places if not is_bundle(leaves[i])], told, leaves, over, has_dual)
     rest = groups(mesh, tuple(axis for axis in rules.batch if axis != rules.block))
-    one = lambda t: functools.reduce(lambda t, group: collective(t, "all_reduce", group, told), rest, t)
-    bundles = {i: tree.map(one, leaves[i]) for i in places if is_bundle(leaves[i])}
+    bundles = {i: tree.map(lambda t: _sum(t, told, rest, has_dual), leaves[i]) for i in places if is_bundle(leaves[i])}
     return tree.unflatten(structure, [(sums | bundles)[i] for i in range(len(leaves))])
 
 

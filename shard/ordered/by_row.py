@@ -36,7 +36,8 @@ def grad_and_value(
 
     One all-to-all and one all-gather for each dtype of parameters; chunks are computed one after the other. Raises
     ValueError for other rows than those of this rank. A loss may use the collectives of a Comm, except those of a head
-    that is split (see ``shard.comm``), whose sums depend on the mesh; every rank needs as many chunks.
+    that is split (see ``shard.comm``), whose sums depend on the mesh; every rank needs as many chunks. A
+    backward through the sums raises ValueError; for an outer loss use ``shard.reduce``.
     """
 
     def of(params: Any, chunks: Sequence[Any]) -> tuple[Any, Tensor]:

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fquant import tree
 
-from ..collectives import Group, all_gather, collective
+from ..collectives import Group, collective
 from ..data import by_path, psum
 from ..device_mesh import groups, position
 from ..rules import Rules as Sharding
@@ -71,4 +71,4 @@ def _sum(
     received = collective(sent.flatten(0, 1), "all_to_all", group, told).unflatten(0, (ranks, most))
     found = {node: received[rank, i] for rank, mine in enumerate(every) for i, node in enumerate(mine)}
     (root,) = joined(found, rows, torch.add).values()
-    return all_gather(root, group)[:size]
+    return collective(root, "all_gather", group, has_dual=False)[:size]
