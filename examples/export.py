@@ -27,6 +27,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Column, Table
 
+import shard
 from fquant import FP4, INT8, NF4, NF4_DQ, lora, tree
 from fquant.format import Format
 from fquant.io import gguf as gguf_file
@@ -169,7 +170,7 @@ def adapter_of(options: Options) -> str:
     """Write the adapter, or the model, of a run or of one of its checkpoints; return a line about it."""
     run, file = checkpoints.run_of(options.model)
     base = Path(run_folder.restored(qlora.Options, run / checkpoints.RUN).model)
-    state = checkpoints.read(file)
+    state = shard.checkpoint.read(file)
     if not isinstance(state, State):
         raise ValueError(f"{file}: got a {type(state).__name__}, wanted the state of a run of examples.qlora")
     cfg = hf.read_config(base)

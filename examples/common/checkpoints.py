@@ -8,7 +8,7 @@ that one every step costs little. A folder of that name is whole. What a program
 written into the run's folder every ``--publish-every`` steps and at the end, and into ``best``. Rank 0 does that
 between two steps, and no checkpoint needs it: ``examples.export`` takes it out of each.
 
-Runs of the release before have one file of rank 0, state.safetensors, which is read if there is no checkpoint.
+A checkpoint has the name of its run (run_folder.py). One that was copied from another run is not gone on from.
 """
 
 import json
@@ -18,21 +18,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 import shard
-from fquant import tree
-from fquant.io import safetensors, tree_json
-from fquant.lazy import Lazy
+from fquant.io import safetensors
 from fquant.tree import expect
 from shard import agree
 from shard.checkpoint import MANIFEST, Writing
 
 from .progress import lines
 
-RUN, STATE, BEST = "run.json", "state.safetensors", "best.json"
+RUN, BEST = "run.json", "best.json"
 Publish = Callable[[Path], None]  # writes the results of training to a folder; every rank calls it
 Validation = tuple[int, float]  # steps done, and the loss in nats a token
 
@@ -57,22 +54,21 @@ def step_folder(folder: Path, done: int) -> Path:
 
 
 def newest(folder: Path) -> int | None:
-    """Return the steps of the last state of a run, or None if it has none; raise ValueError for a damaged file."""
-    if found := shard.checkpoint.steps(folder_of(folder)):
-        return found[-1]
-    return int(safetensors.read(safetensors.header(folder / STATE), "done")) if (folder / STATE).is_file() else None
+    """Return the steps of the last state of a run, or None if it has none."""
+    found = shard.checkpoint.steps(folder_of(folder))
+    return found[-1] if found else None
 
 
 def begin(
     folder: Path, state: Any, done: int, keep: int, verified: int, mesh: DeviceMesh, rules: shard.Rules,
-    after: Writing | None,
+    after: Writing | None, run: str = "",
 ) -> Writing:  # fmt: skip
     """Begin to write the state after ``done`` steps, and finish the checkpoint ``after`` which it comes.
 
     The last ``keep`` before it stay, and that of the last step at which ranks were ``verified``.
     """
     first = _keep(folder, keep, verified)
-    return shard.checkpoint.begin(step_folder(folder, done), state, mesh, rules, after, first)
+    return shard.checkpoint.begin(step_folder(folder, done), state, mesh, rules, after, first, run)
 
 
 def finish(folder: Path, writing: Writing | None, keep: int, verified: int) -> None:
@@ -97,34 +93,14 @@ def _keep(folder: Path, last: int, verified: int) -> Callable[[], None]:
     return partial(shard.checkpoint.keep, folder_of(folder), last, (verified,))
 
 
-def load(folder: Path, like: Any, mesh: DeviceMesh, rules: shard.Rules) -> Any:
-    """Return the last state of a run, on any mesh, in the form and on the devices of ``like``.
+def load(folder: Path, like: Any, mesh: DeviceMesh, rules: shard.Rules, run: str = "") -> Any:
+    """Return the last state in ``folder``, on any mesh, in the form and on the devices of ``like``.
 
-    Raises ValueError on every rank if it is damaged, or another tree than ``like``.
+    Raises ValueError on every rank if it is damaged, another tree than ``like``, or not of ``run``.
     """
-    if found := shard.checkpoint.steps(folder_of(folder)):
-        return shard.checkpoint.load(step_folder(folder, found[-1]), like, mesh, rules)
-    return agree.attempt("resume", lambda: _former(folder / STATE, like, mesh, rules))
-
-
-def _former(path: Path, like: Any, mesh: DeviceMesh, rules: shard.Rules) -> Any:
-    """Return this rank's part of the state of a run of the release before, of which it reads one tensor at a time."""
-    found = safetensors.tree_header(path)
-
-    def leaf(name: str) -> Lazy:
-        entry = found.tensors[name]
-        meta = torch.empty(entry.shape, dtype=entry.dtype, device="meta")
-        return Lazy(partial(safetensors.read, found, name), meta, partial(safetensors.stamp, found, name))
-
-    state = tree_json.decode(found.metadata[safetensors.TREE], leaf)
-    fault = f"{path}: holds another tree than this run's; resume with the release that wrote it"
-    expect(tree.structure(state) == tree.structure(shard.whole_like(like)), fault)
-    return shard.part(state, like, mesh, rules)
-
-
-def read(path: Path) -> Any:
-    """Return the whole state of a checkpoint's folder, or of a file of the release before, on the host."""
-    return shard.checkpoint.read(path) if path.is_dir() else safetensors.load(path)
+    found = newest(folder)
+    assert found is not None, "there is a checkpoint (run_folder.is_saved)"
+    return shard.checkpoint.load(step_folder(folder, found), like, mesh, rules, run)
 
 
 def validations(folder: Path, done: int) -> list[Validation]:
@@ -159,21 +135,19 @@ def save_best(folder: Path, history: Sequence[Validation], publish: Publish) -> 
 
 
 def is_state(path: Path) -> bool:
-    """Return True for the folder of a run, of a checkpoint, or a file of the release before."""
-    return path.name == STATE or (path / MANIFEST).is_file() or newest(path) is not None
+    """Return True for the folder of a run that has a checkpoint, and for that of a checkpoint."""
+    return (path / MANIFEST).is_file() or newest(path) is not None
 
 
 def run_of(path: Path) -> tuple[Path, Path]:
-    """Return the run's folder and the place of a state (:func:`read`), for the folder of a run or of a checkpoint.
+    """Return the folders of the run and of the checkpoint, for the folder of a run or of a checkpoint.
 
-    Raises ValueError for a path without a state, or outside a run.
+    Raises ValueError for a path without a checkpoint, or outside a run.
     """
-    state = path
-    if path.is_dir() and not (path / MANIFEST).is_file():
-        found = shard.checkpoint.steps(folder_of(path))
-        state = step_folder(path, found[-1]) if found else path / STATE
-    fault = f"{path}: got no checkpoint there, wanted the folder of a run or of one of its checkpoints"
-    expect(state.exists(), fault)
+    state, fault = path, f"{path}: got no checkpoint there, wanted the folder of a run or of one of its checkpoints"
+    if not (path / MANIFEST).is_file():
+        expect((done := newest(path)) is not None, fault)
+        state = step_folder(path, done or 0)
     run = next((folder for folder in state.absolute().parents if (folder / RUN).is_file()), None)
     if run is None:
         raise ValueError(f"{path}: got a state outside a run, wanted {RUN} in a folder above it; move it back")

@@ -1,11 +1,12 @@
 """The folder of a run: its choice, its record run.json, and the checks before the run is resumed.
 
-    {"options": {...}, "mesh": "fsdp=2", "torch": "2.13.0", "ranks": [...],
-     "inputs": {"--data FILE": "9f...", "--model DIR": "04..."}, "digest": "7c..."}
+    {"run": "5d...", "options": {...}, "mesh": "fsdp=2", "torch": "2.13.0", "ranks": [...],
+     "inputs": {"DIR/config.json": "e1...", "--model DIR": "04...", "--data FILE": "9f..."}, "digest": "7c..."}
 
 A resumed run is the run that was started. So run.json has a digest of each input, which is compared with that of the
-same input now, and a digest of itself. Files of earlier releases have neither and are read as they are. Temporary
-files of writers that were killed are as large as a state; a run that begins or resumes in a folder removes them.
+same input now, and a digest of itself. It names the run, and so does each checkpoint: that of another run is refused.
+Temporary files of writers that were killed are as large as a state; a run that begins or resumes in a folder removes
+them.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import hashlib
 import itertools
 import json
 import os
+import secrets
 import typing
 from collections.abc import Mapping
 from dataclasses import fields
@@ -68,6 +70,7 @@ def announce(options: Options, inputs: Mapping[str, str]) -> None:
     content = {"options": options.shared(), "mesh": options.mesh, "torch": torch.__version__, "ranks": ranks}
 
     def begin() -> None:
+        content["run"] = secrets.token_hex(8) if options.resume is None else run_name(options.resume)
         clear(options.folder())
         shard.checkpoint.clean(checkpoints.folder_of(options.folder()))
         record(options.folder() / RUN, content | {"inputs": dict(inputs)})
@@ -93,6 +96,14 @@ def write(path: Path, content: Mapping[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with safetensors.replacing(path) as file:
         file.write((json.dumps(content, indent=2) + "\n").encode())
+
+
+def run_name(folder: Path) -> str:
+    """Return the name of the run in ``folder``; its checkpoints have it too. Raises ValueError if it has none."""
+    found = read(folder / RUN).get("run")
+    if not isinstance(found, str):
+        raise ValueError(f"{folder / RUN}: does not name its run, as its checkpoints must; start a new one with --out")
+    return found
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -152,21 +163,32 @@ def digests(named: Mapping[str, Any]) -> dict[str, str]:
     return {name: digest({at: x for at, x in of.items() if at.endswith("(content)")}) for name, of in facts.items()}
 
 
+def files(*paths: Path) -> dict[str, str]:
+    """Return a digest of each of the files that are there, by its path."""
+    return {
+        str(path): hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest() for path in paths if path.exists()
+    }
+
+
 def check_same(options: Options, inputs: Mapping[str, str]) -> None:
     """Raise ValueError on every rank if a resumed run has other options, or an input of another digest, than before.
 
-    The ``options`` have nothing left open. To be called before anything is placed.
+    The first of ``inputs`` that differs is named, so the causes of others come first. The ``options`` have nothing left
+    open. To be called before anything is placed.
     """
 
     def check() -> None:
         if options.resume is None:
             return
         check_resumed(options.resume, options)
-        was = read(options.resume / RUN).get("inputs", {})
-        for name, now in inputs.items():
-            if was.get(name, now) != now:
-                fault = f"{options.resume}: {name} has another content than when the run was started"
-                raise ValueError(f"{fault}; put the former one in its place, or start a new run with --out")
+        was = read(options.resume / RUN).get("inputs")
+        if was is None:
+            raise ValueError(f"{options.resume / RUN}: has no digests of the run's input; start a new run with --out")
+        for each in dict.fromkeys([*inputs, *was]):
+            if was.get(each) != inputs.get(each):
+                how = "has another content than" if each in inputs else "is not there, and was"
+                fault = f"{options.resume}: {each} {how if each in was else 'is there, and was not'} when the run was"
+                raise ValueError(f"{fault} started; restore what it was, or start a new run with --out")
 
     agree.attempt("resume", check)
 
@@ -183,4 +205,7 @@ def is_saved(options: Options) -> bool:
 
 def resumed(options: Options, state: Any, mesh: DeviceMesh, rules: shard.Rules) -> Any:
     """Return the last state of the run that is resumed, in the form of ``state``, or ``state`` if there is none."""
-    return checkpoints.load(options.folder(), state, mesh, rules) if is_saved(options) else state
+    if not is_saved(options):
+        return state
+    run = agree.attempt("resume", lambda: run_name(options.folder()))
+    return checkpoints.load(options.folder(), state, mesh, rules, run)

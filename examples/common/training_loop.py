@@ -71,6 +71,7 @@ def train(program: Program, run: Any, state: Any, history: list[Validation], sho
     """
     options, placed = run.options, program.placed(run)
     folder, done = options.folder(), int(state.done)
+    name = run_folder.run_name(folder)
     verify = verification.begin(placed if options.verify_every else None)
     writing, number, verified = None, 0, done
     with interrupts.noticed() as signals:
@@ -103,7 +104,7 @@ def train(program: Program, run: Any, state: Any, history: list[Validation], sho
             is_last = done == options.steps or is_over or number
             if is_last or done % options.save_every == 0:
                 kept = options.keep, verified
-                writing = checkpoints.begin(folder, state, done, *kept, placed.mesh, placed.rules, after=writing)
+                writing = checkpoints.begin(folder, state, done, *kept, placed.mesh, placed.rules, writing, name)
             if is_last or is_published:
                 program.publish(run, state, folder)
         checkpoints.finish(folder, writing, options.keep, verified)

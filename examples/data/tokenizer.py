@@ -20,6 +20,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
@@ -64,6 +65,11 @@ def read(folder: str | Path, variables: dict[str, str] | None = None) -> Tokeniz
     names = dict.fromkeys((variables or {}).values())
     found.add_special_tokens([x for x in names if x not in added and found.token_to_id(x) is not None])
     return found
+
+
+def files(folder: Path) -> list[Path]:
+    """Return the paths of all files but ``config.json`` that :func:`text` reads, some of which may not be there."""
+    return [folder / name for name in FILES] + sorted((folder / "additional_chat_templates").glob("*.jinja"))
 
 
 def text(folder: str | Path, template: str | Path | None = None) -> Text:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ import shard
 from fquant import jit, lora, random, tree
 from fquant.compile import all_gather_text, roofline
 from fquant.device import HOST
+from fquant.io import peft_config
 from fquant.kernels.cpu import usable_cores
 from models import decoder, hf
 from models.config import Config
@@ -31,6 +33,7 @@ from ..common.command_line import DTYPES, check, parse_format, quantised
 from ..common.objectives import KINDS
 from ..common.training_step import MODES, Measured, Micro, Setup, State
 from ..data import dataset as data
+from ..data import tokenizer
 from ..data.options import Note
 from ..data.store import Progress
 from . import adapters, full_training, teacher
@@ -139,10 +142,10 @@ def start_many(
     chosen = all_gather_text(mode)
     mode = MODES[max(i for i, name in enumerate(MODES) if name in chosen)]  # the mode that fits on every rank
     works = agree.attempt("prepare", lambda: prepare_many(many, device=device))
-    for work in works:
-        facts = {"options": repr(work.options.shared())} | agree.fingerprint({"data": (work.train, work.held)})
-        agree.same("start", facts)
-    digests = [inputs(work) for work in works]
+    digests = agree.attempt("prepare", lambda: [inputs(work) for work in works])
+    for work, read in zip(works, digests, strict=True):
+        facts = {"options": repr(work.options.shared())} | read
+        agree.same("start", facts | agree.fingerprint({"data": (work.train, work.held)}))
     resolved = together([work.options for work in works]) if together else works[0].options
     run_folder.check_same(resolved, {name: digest for found in digests for name, digest in found.items()})
     rules = training_step.rules(options.offload)
@@ -205,8 +208,13 @@ def minimised(work: Work) -> objectives.Objective:
 
 
 def inputs(work: Work) -> dict[str, str]:
-    """Return a digest of each file or folder that a run reads, by the option that names it."""
+    """Return a digest of each file, by its path, and of each option's tensors that a run reads; causes come first."""
     options = work.options
+    files = [options.model / hf.CONFIG, *tokenizer.files(options.model)]
+    files += [] if options.teacher is None else [options.teacher / hf.CONFIG]
+    files += [] if options.adapter is None else [options.adapter / peft_config.CONFIG]
+    if options.chat_template is not None and options.chat_template not in tokenizer.BUILT_IN:
+        files.append(Path(options.chat_template))
     rows: dict[str, Any] = {"rows": work.train.rows}
     named: dict[str, Any] = {f"--model {options.model}": work.dense}
     if options.eval_data is None:
@@ -218,7 +226,8 @@ def inputs(work: Work) -> dict[str, str]:
     if options.adapter is not None:
         named[f"--adapter {options.adapter}"] = work.adapters
     read = run_folder.digests(rows) | {"files": [part.digest for part in work.train.parts]}
-    return {f"--data {options.data or '(that of the demo)'}": run_folder.digest(read), **run_folder.digests(named)}
+    data = {f"--data {options.data or '(that of the demo)'}": run_folder.digest(read)}
+    return run_folder.files(*files) | run_folder.digests(named) | data
 
 
 def placed(run: Run) -> verification.Placed:

@@ -22,13 +22,13 @@ from .local_ranges import NOTHING, Range, local_ranges, outline
 from .manifest import MANIFEST, SHARDING, described, header_digest
 
 
-def load(folder: str | Path, like: Any, mesh: DeviceMesh, rules: Rules) -> Any:
+def load(folder: str | Path, like: Any, mesh: DeviceMesh, rules: Rules, run: str = "") -> Any:
     """Return the tree in ``folder`` in the form and on the devices of ``like``, which is placed or local on ``mesh``.
 
     Every rank calls it, and reads what it needs. Raises ValueError on every rank for a checkpoint that is not whole or
-    whose bytes have changed, and for one of another tree.
+    whose bytes have changed, for one of another tree, and for one that was not saved with the name ``run``, if given.
     """
-    return agree.attempt("load", lambda: _load(Path(folder), like, mesh, rules))
+    return agree.attempt("load", lambda: _load(Path(folder), like, mesh, rules, run))
 
 
 def read(folder: str | Path) -> Any:
@@ -62,8 +62,10 @@ class _Chunk(NamedTuple):
     header: safetensors.Header
 
 
-def _load(folder: Path, like: Any, mesh: DeviceMesh, rules: Rules) -> Any:
+def _load(folder: Path, like: Any, mesh: DeviceMesh, rules: Rules, run: str) -> Any:
     found = manifest.read(folder)
+    fault = f"{folder}: is a checkpoint of run {found.get('run')!r:.80}, wanted one of {run!r}"
+    expect(not run or found.get("run") == run, f"{fault}; put back those of this run, or remove it to use earlier ones")
     with at(str(folder / MANIFEST)):
         structure = tree.structure(tree_json.decode(found["tree"], lambda _: NOTHING))
         expect(structure == tree.structure(outline(like)), "holds another tree; load it with the release that wrote it")

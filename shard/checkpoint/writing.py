@@ -39,18 +39,18 @@ class Writing:
     errors: list[Exception] = field(default_factory=list)
 
 
-def save(folder: str | Path, state: Any, mesh: DeviceMesh, rules: Rules) -> None:
+def save(folder: str | Path, state: Any, mesh: DeviceMesh, rules: Rules, run: str = "") -> None:
     """Write the tree ``state``, placed or local, to the new ``folder``; every rank calls it.
 
-    Raises ValueError on every rank if their trees differ, if the folder exists, or if a rank cannot write or does not
-    see it.
+    ``load`` compares the name ``run``, which only rank 0 needs. Raises ValueError on every rank if their trees differ,
+    if the folder exists, or if a rank cannot write or does not see it.
     """
-    finish(begin(folder, state, mesh, rules))
+    finish(begin(folder, state, mesh, rules, run=run))
 
 
 def begin(
     folder: str | Path, state: Any, mesh: DeviceMesh, rules: Rules, after: Writing | None = None,
-    first: Callable[[], None] | None = None,
+    first: Callable[[], None] | None = None, run: str = "",
 ) -> Writing:  # fmt: skip
     """Copy what this rank writes of ``state`` to the host, and start to write it; raises as :func:`save`.
 
@@ -91,7 +91,7 @@ def begin(
                 first()
             _write(temporary / names[rank], found, memory)
             if rank == 0:
-                _commit(temporary, folder, names, found.content)
+                _commit(temporary, folder, names, found.content | ({"run": run} if run else {}))
         except Exception as error:  # raised by finish
             writing.errors.append(error)
             if rank and temporary.exists():

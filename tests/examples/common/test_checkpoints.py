@@ -9,7 +9,6 @@ import torch.distributed as dist
 import shard
 from examples.common import checkpoints
 from fquant import tree
-from fquant.io import safetensors
 from shard.checkpoint import MANIFEST
 from shard.checkpoint import steps as steps_in
 from tests.helpers import ranks
@@ -27,7 +26,7 @@ def written(folder, keep, steps, verified=0):
     found = checkpoints.load(folder, tree.map(torch.zeros_like, state), mesh, rules)
     assert int(found["done"]) == steps[-1] == checkpoints.newest(folder) and bool((found["w"] == steps[-1]).all())
     kept = steps_in(checkpoints.folder_of(folder))
-    return kept, [int(checkpoints.read(checkpoints.step_folder(folder, done))["done"]) for done in kept]
+    return kept, [int(shard.checkpoint.read(checkpoints.step_folder(folder, done))["done"]) for done in kept]
 
 
 @pytest.mark.parametrize(("keep", "kept"), [(1, [40]), (2, [30, 40]), (9, [10, 20, 30, 40])])
@@ -50,20 +49,21 @@ def test_states_behind_the_last_comparison_are_dropped(tmp_path):
 
 
 def resumed(folder, device):
-    """Load a state of the release before, and its successor, on the devices of each tensor."""
+    """Load a state on the devices of each tensor, and refuse that of another run."""
     on, mesh, rules = lambda t: t.to(device), shard.mesh(fsdp=1), shard.Rules()
     state = {"done": torch.tensor(3), "w": on(torch.ones(2)), "k": on(torch.arange(3))}
     zeros = tree.map(torch.zeros_like, state)
-    for write in (
-        lambda: safetensors.save(folder / checkpoints.STATE, state),
-        lambda: checkpoints.finish(folder, checkpoints.begin(folder, state, 3, 1, 0, mesh, rules, None), 1, 0),
-    ):
-        write()
-        assert checkpoints.newest(folder) == 3
-        found = checkpoints.load(folder, zeros, mesh, rules)
-        assert all(found[name].device == t.device and torch.equal(found[name], t) for name, t in state.items())
+    checkpoints.finish(folder, checkpoints.begin(folder, state, 3, 1, 0, mesh, rules, None, "5d"), 1, 0)
+    assert checkpoints.newest(folder) == 3
+    found = checkpoints.load(folder, zeros, mesh, rules, "5d")
+    assert all(found[name].device == t.device and torch.equal(found[name], t) for name, t in state.items())
     with pytest.raises(ValueError, match="holds another tree"):
-        checkpoints.load(folder, {"done": state["done"]}, mesh, rules)
+        checkpoints.load(folder, {"done": state["done"]}, mesh, rules, "5d")
+    with pytest.raises(ValueError, match="step-3: is a checkpoint of run '5d', wanted one of 'e7'; put back those"):
+        checkpoints.load(folder, zeros, mesh, rules, "e7")
+    checkpoints.finish(folder, checkpoints.begin(folder, state, 4, 1, 0, mesh, rules, None), 1, 0)
+    with pytest.raises(ValueError, match="step-4: is a checkpoint of run None, wanted one of '5d'"):
+        checkpoints.load(folder, zeros, mesh, rules, "5d")
 
 
 def test_a_state_comes_back_to_its_devices(tmp_path, device):
@@ -96,19 +96,18 @@ def test_validations_are_those_of_the_steps_that_are_done(tmp_path):
 
 
 def test_the_run_of_a_path(tmp_path):
-    """Of a checkpoint, and of a file of the release before."""
+    """Of the run, and of each checkpoint."""
     run = tmp_path / "run"
-    former, new = run / "checkpoints" / "step-20" / "state.safetensors", run / "checkpoints" / "step-30"
-    for folder in (former.parent, new):
+    old, new = (run / "checkpoints" / f"step-{done}" for done in (20, 30))
+    for folder in (old, new):
         folder.mkdir(parents=True)
-    safetensors.save(former, {"done": torch.tensor(20)})
-    with pytest.raises(ValueError, match="outside a run, wanted run.json in a folder above"):
-        checkpoints.run_of(former)
-    (run / "run.json").write_text("{}")
-    for path in (former, former.parent):
-        assert checkpoints.run_of(path) == (run, former) and checkpoints.is_state(path)
     with pytest.raises(ValueError, match="got no checkpoint there, wanted the folder of a run or of one of its"):
         checkpoints.run_of(run)
     assert not checkpoints.is_state(run)
-    (new / MANIFEST).write_text("{}")
+    for folder in (old, new):
+        (folder / MANIFEST).write_text("{}")
+    with pytest.raises(ValueError, match="outside a run, wanted run.json in a folder above"):
+        checkpoints.run_of(run)
+    (run / "run.json").write_text("{}")
+    assert checkpoints.run_of(old) == (run, old) and checkpoints.is_state(old)
     assert checkpoints.run_of(run) == checkpoints.run_of(new) == (run, new) and checkpoints.is_state(run)

@@ -15,16 +15,25 @@ import torch
 import torch.distributed as dist
 
 from examples.common import run_folder, runs
-from examples.common.checkpoints import RUN, STATE
+from examples.common.checkpoints import RUN
 from examples.qlora import cli as qlora
 from examples.qlora.options import Options as QLoraOptions
 from examples.vqvae import cli as vqvae
 from examples.vqvae.options import Options
 from fquant.io import safetensors
 from shard import agree
+from shard.checkpoint import MANIFEST
 from tests.helpers import ranks
 
 BOTH = pytest.mark.parametrize(("program", "kind"), [(vqvae, Options), (qlora, QLoraOptions)], ids=["vqvae", "qlora"])
+
+
+STATE = "adapter_model.safetensors"
+
+
+def with_checkpoint(folder):
+    (folder / "checkpoints" / "step-1").mkdir(parents=True, exist_ok=True)
+    (folder / "checkpoints" / "step-1" / MANIFEST).write_text("{}")
 
 
 def content(options):
@@ -37,7 +46,7 @@ def test_a_run_of_other_options_is_not_continued(program, kind, tmp_path, capsys
     for _ in range(2):  # before its first state, and after
         assert program.main(["--resume", str(tmp_path), "--seed", "8"]) == 2
         assert "--seed was 7 and is now 8; resume with the options" in capsys.readouterr().err
-        safetensors.save(tmp_path / STATE, {"done": torch.tensor(0)})
+        with_checkpoint(tmp_path)
 
 
 @BOTH
@@ -66,7 +75,7 @@ def test_an_elastic_command_begins_or_goes_on(program, kind, tmp_path):
 
 @BOTH
 def test_a_folder_without_a_run_is_refused(program, kind, tmp_path, capsys):
-    safetensors.save(tmp_path / STATE, {"done": torch.tensor(0)})
+    with_checkpoint(tmp_path)
     assert program.main(["--resume", str(tmp_path)]) == 2
     assert "there is no run.json; wanted the folder of a run. A run that was stopped" in capsys.readouterr().err
 
@@ -151,10 +160,11 @@ def test_what_a_killed_writer_leaves_is_removed_when_the_run_resumes(tmp_path):
         path.write_text("mine")
     (tmp_path / "checkpoints" / ".step-3.0123abcd.tmp").mkdir(parents=True)  # a checkpoint that is not whole
     resumed = dataclasses.replace(options, out=None, resume=tmp_path)
+    with_checkpoint(tmp_path)
     assert ranks.run(1, announced, resumed, {}) == [True]
     assert sorted(tmp_path.rglob("*.tmp")) == sorted(others)
     assert {path.name for path in inner.iterdir()} == {STATE, "deeper"}
-    assert not list((tmp_path / "checkpoints").iterdir())
+    assert os.listdir(tmp_path / "checkpoints") == ["step-1"]
 
 
 def announced_elsewhere(root):
@@ -179,15 +189,25 @@ def test_a_folder_that_not_all_ranks_see_is_refused_at_the_start(tmp_path):
 
 @pytest.mark.xdist_group("ranks")
 def test_an_input_that_changed_is_named(tmp_path):
-    """On each rank; a record without inputs, or without this one, has nothing to compare."""
+    """On each rank; so is one that is missing, in the record or now, and a record without any."""
     options = Options(out=tmp_path, mesh="dp=2")
     resumed = dataclasses.replace(options, out=None, resume=tmp_path)
     was = run_folder.digests({"--data x": {"w": torch.ones(3)}, "--model y": torch.zeros(2)})
     now = run_folder.digests({"--data x": {"w": torch.ones(3)}, "--model y": torch.zeros(2) + 1e-9})
     run_folder.record(tmp_path / RUN, content(options))
-    for inputs in ({"--model y": was["--model y"]}, was, was):
-        assert ranks.run(2, announced, resumed, inputs) == [False, False]
-    with pytest.raises(ranks.RankFailure, match="--model y has another content than when the run was started") as found:
-        ranks.run(2, announced, resumed, now)
-    assert list(found.value.failures) == [0, 1] and "--data" not in found.value.failures[0].message
+    with pytest.raises(ranks.RankFailure, match="has no digests of the run's input; start a new run with --out"):
+        ranks.run(2, announced, resumed, was)
+    (tmp_path / RUN).unlink()
+    for given in (options, resumed, resumed):
+        assert ranks.run(2, announced, given, was) == [False, False]
+    name = run_folder.run_name(tmp_path)
+    for inputs, fault in (
+        (now, "--model y has another content than when"),
+        ({"--model y": was["--model y"]}, "--data x is not there, and was when"),
+        ({"z.jinja": "0", **was}, "z.jinja is there, and was not when"),
+    ):
+        with pytest.raises(ranks.RankFailure, match=f"{fault} the run was started; restore what it was, or") as found:
+            ranks.run(2, announced, resumed, inputs)
+        assert list(found.value.failures) == [0, 1]
     assert run_folder.read(tmp_path / RUN)["inputs"] == was and os.listdir(tmp_path) == [RUN]
+    assert run_folder.run_name(tmp_path) == name

@@ -22,7 +22,6 @@ from examples.vqvae import cli as vqvae
 from examples.vqvae import train
 from examples.vqvae.options import Options
 from fquant import tree
-from fquant.io import safetensors
 from tests.helpers import ranks
 from tests.helpers.cases import slow_after
 from tests.helpers.sharding.checkpoints import last_bytes, last_state
@@ -43,7 +42,8 @@ def twice(options):
     run, training = train.start(options)
     run_folder.announce(options, run.inputs)
     training = some_steps(run, training, 3)
-    shard.checkpoint.save(checkpoints.step_folder(options.folder(), 3), training, *train.placed(run)[:2])
+    name = run_folder.run_name(options.folder())
+    shard.checkpoint.save(checkpoints.step_folder(options.folder(), 3), training, *train.placed(run)[:2], name)
     whole = some_steps(run, training, options.steps)
     run, resumed = train.start(dataclasses.replace(options, out=None, resume=options.out))
     assert int(resumed.done) == 3
@@ -63,12 +63,12 @@ def test_a_resumed_run_is_one_without_an_interruption(name, tmp_path):
 def another(options):
     """Load a state of another kind than was saved."""
     run, training = train.start(options)
-    safetensors.save(options.folder() / checkpoints.STATE, training.net)
+    shard.checkpoint.save(checkpoints.step_folder(options.folder(), 1), training.net, *train.placed(run)[:2])
     return checkpoints.load(options.folder(), training, *train.placed(run)[:2])
 
 
 def test_a_state_of_another_kind_is_refused(tmp_path):
-    with pytest.raises(ranks.RankFailure, match="holds another tree than this"):
+    with pytest.raises(ranks.RankFailure, match="holds another tree"):
         ranks.run(1, another, dataclasses.replace(TINY, out=tmp_path))
 
 

@@ -3,12 +3,13 @@
 from pathlib import Path
 from typing import Any
 
+import shard
 from examples.common import checkpoints
 
 
 def last_state(folder: Path) -> Any:
     """Return the whole last state of the run in ``folder``, on the host."""
-    return checkpoints.read(checkpoints.run_of(folder)[1])
+    return shard.checkpoint.read(checkpoints.run_of(folder)[1])
 
 
 def last_bytes(folder: Path) -> dict[str, bytes]:
