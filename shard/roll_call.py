@@ -12,12 +12,14 @@ A rank that waits learns of these, and raises RuntimeError with the ranks, and t
 
     another text         the ranks of a group announce different things
     a rank has gone      it raised, ended, was killed, or left the group: its connection closes, after its last words
-    a rank is silent     it has not answered for 6 s: it is stopped, its machine is lost, or the cable is cut
+    a rank is silent     it has not answered for 6 s, and does not run: it is stopped, its machine is lost, or the cable
+                         is cut
     a wait in a circle   each rank waits for the next, in calls of different groups
 
 The last two need questions. Every half second a rank that waits asks those it waits for, and those they wait for, what
 they do. The threads of the control plane answer. A circle counts if it stands in three rounds of answers with the same
-calls, because then no rank in it can have moved. A rank that computes and answers is waited for without a limit.
+calls, because then no rank in it can have moved. A rank that computes and answers is waited for without a limit, and
+so is one that keeps Python's lock and cannot answer, as long as its process runs (transport/liveness.py).
 
 The ranks of a collective or a replay are asked also while tensors travel over gloo or through shared memory
 (``transfer``). If one is silent or has failed, the transport's wait is ended, and raises this error within 10 s of the

@@ -12,6 +12,8 @@ learn of it at once. One that is stopped keeps them, and does not answer. Every 
 There is no server: a store would be a process of its own, or stop with the rank that hosts it. Messages of two ranks
 arrive in the order in which they were sent. They are JSON behind four bytes of length.
 
+A rank may keep Python's lock, and then its thread does not answer. ``plane.state(rank)`` asks the system (liveness.py).
+
 A rank listens on the interface GLOO_SOCKET_IFNAME if it is set. Otherwise it listens at the address by which it reaches
 MASTER_ADDR, or on the loopback interface if that is not set. One that connects sends a secret of that rank, which only
 ranks of the job have.
@@ -30,9 +32,10 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
-from . import connections
+from . import connections, liveness
 
 Gather = Callable[[str], list[str]]  # from the text of this rank to those of all, by rank
+Look = Callable[[int], str]  # from a rank to the state of its process
 POLL = 0.5  # seconds between two ticks
 _HEAD = struct.Struct("!I")
 _HELLO = struct.Struct("!16sI")  # the secret and the rank
@@ -52,8 +55,10 @@ class Events(Protocol):
 class ControlPlane:
     """The sockets of one rank, by rank, and the thread that reads them."""
 
-    def __init__(self, peers: dict[int, socket.socket], events: Events) -> None:
-        self._peers, self._events = peers, events
+    def __init__(
+        self, peers: dict[int, socket.socket], events: Events, state: Look, witness: liveness.Witness | None
+    ) -> None:
+        self._peers, self._events, self.state, self._witness = peers, events, state, witness
         self.ranks = tuple(peers)
         self._locks = {rank: threading.Lock() for rank in peers}
         for peer in peers.values():
@@ -84,6 +89,8 @@ class ControlPlane:
         for peer in self._peers.values():
             with contextlib.suppress(OSError):
                 peer.shutdown(socket.SHUT_RDWR)
+        if self._witness is not None:
+            self._witness.close()
 
     def forget(self) -> None:
         """Close this process's descriptors alone: those of a forked child, which is no rank."""
@@ -152,8 +159,9 @@ def connect(rank: int, ranks: int, gather: Gather, seconds: float, events: Event
         port = listener.getsockname()[1]
     except OSError as error:
         address, port, fault = "", 0, f"rank {rank} cannot listen: {error}"
-    addresses = [json.loads(text) for text in gather(json.dumps([address, port, secret.hex()]))]
-    for other, (host, port, key) in enumerate(addresses[:rank]):
+    place = liveness.own()
+    told = [json.loads(text) for text in gather(json.dumps([address, port, secret.hex(), place]))]
+    for other, (host, port, key, _) in enumerate(told[:rank]):
         try:
             found[other] = socket.create_connection((host, port), timeout=seconds)
             found[other].sendall(_HELLO.pack(bytes.fromhex(key), rank))
@@ -164,6 +172,7 @@ def connect(rank: int, ranks: int, gather: Gather, seconds: float, events: Event
         for each in [*found.values(), *([listener] if listener else [])]:
             each.close()
         raise RuntimeError(f"mesh: {'; '.join(faults)}; set GLOO_SOCKET_IFNAME to the interface between the ranks")
+    state, witness = _states(place, address, [(each[0], liveness.Place(*each[3])) for each in told], gather)
     with listener:
         while len(found) < ranks - 1:
             peer, _ = listener.accept()
@@ -173,7 +182,29 @@ def connect(rank: int, ranks: int, gather: Gather, seconds: float, events: Event
                 found[_HELLO.unpack(hello)[1]] = peer
             else:
                 peer.close()
-    return ControlPlane(found, events)
+    return ControlPlane(found, events, state, witness)
+
+
+def _states(
+    own: liveness.Place, address: str, ranks: list[tuple[str, liveness.Place]], gather: Gather
+) -> tuple[Look, liveness.Witness | None]:
+    """Return a function that tells the state of a rank's process, and the witness of this one if there are more hosts.
+
+    ``ranks`` are the address and the place of each.
+    """
+    witness, ports = None, [0] * len(ranks)
+    if any(place.host != own.host for _, place in ranks):
+        with contextlib.suppress(OSError):  # without one, a rank that keeps Python's lock is cut off for other hosts
+            witness = liveness.Witness(address, _family(address), own)
+        ports = [int(text) for text in gather(str(witness.port if witness else 0))]
+
+    def state(rank: int) -> str:
+        place = ranks[rank][1]
+        if place.host == own.host:
+            return liveness.state(place.process, place.born)
+        return liveness.ask(ranks[rank][0], ports[rank])
+
+    return state, witness
 
 
 def _receive_exactly(peer: socket.socket, count: int) -> bytes:

@@ -18,7 +18,9 @@ gloo loses the error of a closed connection in the middle of a message, and wait
 waits uses no processor. If it used none for a second after the error, the process ends, with the error on stderr and in
 the report of the launcher.
 
-Silence is counted in rounds and not by a clock, since a process that was stopped itself finds the clock ahead.
+Silence is counted in rounds and not by a clock, since a process that was stopped itself finds the clock ahead. A rank
+that is silent and runs keeps Python's lock, and is waited for. The system tells it apart from one that is stopped, and
+is asked again after as long a silence (liveness.py).
 """
 
 import threading
@@ -27,7 +29,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, NoReturn
 
-from . import control_plane, last_resort
+from . import control_plane, last_resort, liveness
 from .control_plane import POLL, Gather
 from .error_text import Arrival, difference, line, waits_in_circle
 
@@ -77,6 +79,7 @@ class RollCall:
         self._used, self._idle = 0.0, 0  # processor time of the thread that waits, and ticks since it used any
         self._calls, self._doing, self._shown = 0, "computes, before its first collective", "its first collective"
         self._round, self._answers = 0, dict[int, Answer]()
+        self._busy = dict[int, int]()  # rounds in which silent ranks were seen to run
         self._gone, self._failed, self._last = dict[int, str](), set[int](), dict[int, str]()
         self._error: str | None = None
 
@@ -163,8 +166,8 @@ class RollCall:
                     last_resort.end_process(self._error)
                 return
             failed = [f"rank {rank} {self._gone[rank]}" for rank in transfer.others if rank in self._failed]
-            silent = [fault for rank in transfer.others if (fault := self._silence(rank, transfer.first))]
-            if why := "; ".join(failed[:1] or silent):
+            silent = (fault for rank in transfer.others if (fault := self._silence(rank, transfer.first)))
+            if why := failed[0] if failed else next(silent, ""):
                 self._error = f"{why}; rank {self._rank} is in {self._shown}"
         if why:
             self.say(f"raised RuntimeError: {self._error}")
@@ -173,12 +176,19 @@ class RollCall:
             self._ask(transfer.others)
 
     def _silence(self, rank: int, first: int) -> str:
-        """Return that ``rank`` did not answer for SILENCE seconds, since the round ``first`` or later, or nothing."""
+        """Return that ``rank`` did not answer for SILENCE seconds, since the round ``first`` or later, or nothing.
+
+        A rank of another host that is cut off is asked for in vain, so a caller asks about no more after one fault.
+        """
         answer = self._answers.get(rank)
-        if rank in self._gone or (self._round - max(first - 1, answer.round if answer else 0)) * POLL < SILENCE:
+        seen = max(first - 1, answer.round if answer else 0, self._busy.get(rank, 0))
+        if self._plane is None or rank in self._gone or (self._round - seen) * POLL < SILENCE:
+            return ""
+        if (state := self._plane.state(rank)) == liveness.RUNNING:
+            self._busy[rank] = self._round
             return ""
         said = answer.doing if answer and answer.round >= first else f"was last seen {self._seen(rank)}"
-        return f"rank {rank} has not answered for {SILENCE:g} s, so it is stopped or cut off; it {said}"
+        return f"rank {rank} has not answered for {SILENCE:g} s, so it is {state or 'stopped or cut off'}; it {said}"
 
     def _is_decided(self, call: tuple[str, int], others: list[int]) -> bool:
         arrived = self._arrived.get(call, {})

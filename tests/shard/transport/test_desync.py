@@ -1,8 +1,11 @@
 """Ranks that do different things, or nothing, are found and named by every other rank; slow ones are waited for."""
 
+import ctypes
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -12,6 +15,7 @@ import torch.distributed as dist
 import shard
 from fquant import jit
 from shard import agree, roll_call
+from shard.transport import desync, liveness
 from tests.helpers import ranks
 from tests.helpers.arrays import named
 
@@ -219,11 +223,53 @@ def test_a_rank_that_is_stopped():
     ranks.run(2, dist.get_rank)  # so that they exist
     messages = expect(2, stops, ranks.pids())
     assert re.search(
-        rf"rank 1 has not answered for 6 s, so it is stopped or cut off; it was last seen in {re.escape(SUM)}{LINE}; "
+        rf"rank 1 has not answered for 6 s, so it is stopped; it was last seen in {re.escape(SUM)}{LINE}; "
         rf"rank 0 waits for it in {re.escape(SUM)}{LINE}$",
         messages[0],
     ), messages[0]
     assert messages[1].startswith("rank 0 raised RuntimeError: rank 1 has not answered"), messages[1]
+
+
+APART = pytest.mark.parametrize("apart", [False, True], ids=["one host", "two hosts"])
+
+
+def keeps_the_lock(seconds, pids, apart, number):
+    """Keep Python's lock on rank 1 for longer than a silent rank is waited for; then it gets a signal, if any."""
+    own, rank = liveness.own(), dist.get_rank()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(desync, "SILENCE", 1.0)
+        if apart:
+            patch.setattr(liveness, "own", lambda: own._replace(host=f"host {rank}"))
+        mesh = shard.mesh(fsdp=2)
+        total(mesh)
+        if rank == 1:
+            if number:
+                command = f"import os, time; time.sleep({seconds / 2}); os.kill({pids[1]}, {number})"
+                subprocess.Popen([sys.executable, "-c", command])
+            ctypes.PyDLL(None).sleep(seconds)
+        try:
+            return total(mesh)[0].item()
+        finally:
+            if rank == 0 and number != signal.SIGKILL:
+                os.kill(pids[1], signal.SIGCONT)
+
+
+@APART
+def test_a_rank_that_keeps_the_lock_of_python_is_waited_for(apart):
+    ranks.run(2, dist.get_rank)
+    assert ranks.run(2, keeps_the_lock, 3, ranks.pids(), apart, 0) == [2.0, 2.0]
+
+
+@APART
+@pytest.mark.parametrize(
+    ("number", "fault"),
+    [(signal.SIGSTOP, "rank 1 has not answered for 1 s, so it is stopped; it"), (signal.SIGKILL, "rank 1 has gone")],
+    ids=["stopped", "killed"],
+)
+def test_a_rank_that_keeps_the_lock_of_python_and_is_lost_is_named(apart, number, fault):
+    ranks.run(2, dist.get_rank)
+    messages = expect(2, keeps_the_lock, 4, ranks.pids(), apart, number, dies=(1,) * (number == signal.SIGKILL))
+    assert messages[0].startswith(fault)
 
 
 def slow(seconds):
