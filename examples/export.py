@@ -39,7 +39,7 @@ from models.export import bitsandbytes, compressed_tensors, dense, folder, gguf
 
 from .common import checkpoints, run_folder
 from .common.command_line import DTYPES, command_line
-from .common.model_folders import MIB, companions
+from .common.model_folders import MIB, companions, output
 from .common.progress import bar
 from .common.training_step import State
 from .qlora import full_training
@@ -96,8 +96,6 @@ class Options:
             raise ValueError("--to adapter has neither --adapter nor --resume; leave them out")
         if not 0 < self.shard <= 1 << 20:
             raise ValueError(f"--shard is {self.shard}; wanted GiB above 0")
-        if self.out.exists() and (not self.resume or self.out.is_file()):
-            raise ValueError(f"{self.out}: it exists already; choose another, or --resume an interrupted export")
         return replace(self, kind=self.kind or (kinds[0] if kinds else None))
 
 
@@ -106,24 +104,30 @@ def main(args: list[str] | None = None) -> int:
     console = Console()
     try:
         options = command_line(Options(NOT_GIVEN), args, "python -m examples.export").checked()
-        if options.to == "adapter":
-            console.print(adapter_of(options), highlight=False, soft_wrap=True)
-            return 0
         start = time.monotonic()
-        cfg, params = hf.lazy(options.model)
-        if options.adapter is not None:
-            wide = {"gguf": torch.float32, "merged": DTYPES.get(options.kind or "")}  # rounded once, when it is written
-            adapters = peft.load(options.adapter, partial(hf.path_of, cfg=cfg), hf.tied_modules(cfg))
-            params = merged(params, adapters, wide.get(options.to or ""))
-        with bar(console, console.is_terminal) as progress:
-            task = progress.add_task(f"writing {options.out}", total=None)
-            done = lambda finished, total: progress.update(task, completed=finished, total=total)
-            compared = export(options, cfg, params, done)
+        with output(options.out, options.resume):
+            if options.to == "adapter":
+                console.print(adapter_of(options), highlight=False, soft_wrap=True)
+                return 0
+            compared = converted(options, console)
     except (ValueError, TypeError, OSError) as error:
         print(f"export: {error}", file=sys.stderr)
         return 2
     show(console, options, compared, time.monotonic() - start)
     return 0
+
+
+def converted(options: Options, console: Console) -> int:
+    """Read the model, with its adapter if there is one, and :func:`export` it under a progress bar."""
+    cfg, params = hf.lazy(options.model)
+    if options.adapter is not None:
+        wide = {"gguf": torch.float32, "merged": DTYPES.get(options.kind or "")}  # rounded once, when it is written
+        adapters = peft.load(options.adapter, partial(hf.path_of, cfg=cfg), hf.tied_modules(cfg))
+        params = merged(params, adapters, wide.get(options.to or ""))
+    with bar(console, console.is_terminal) as progress:
+        task = progress.add_task(f"writing {options.out}", total=None)
+        done = lambda finished, total: progress.update(task, completed=finished, total=total)
+        return export(options, cfg, params, done)
 
 
 def merged(params: Any, adapters: dict[str, lora.Lora], dtype: torch.dtype | None = None) -> Any:

@@ -39,7 +39,7 @@ from models.config import Config
 from models.export import dense, folder
 
 from .common.command_line import DTYPES, FormatName, command_line, parse_format
-from .common.model_folders import Loss, companions, decoded, is_quantised, kind_of, loss
+from .common.model_folders import Loss, companions, decoded, is_quantised, kind_of, loss, output
 from .common.progress import bar
 
 
@@ -70,8 +70,6 @@ class Options:
             raise ValueError(f"--scales has {len(self.scales)} numbers; wanted one for each of {len(self.adapters)}")
         if not 0 < self.shard <= 1 << 20:
             raise ValueError(f"--shard is {self.shard}; wanted GiB above 0")
-        if self.out.exists() and not self.resume:
-            raise ValueError(f"{self.out}: it exists already; choose another, or --resume an interrupted run")
         return parse_format(self.format, self.block)
 
     @property
@@ -110,12 +108,12 @@ def main(args: list[str] | None = None) -> int:
         options = command_line(Options(), args, "python -m examples.merge")
         fmt = options.checked()
         start = time.monotonic()
-        cfg, params = hf.lazy(options.base)
-        updates = load(options, cfg, params)
-        with bar(console, console.is_terminal) as progress:
+        with output(options.out, options.resume), bar(console, console.is_terminal) as progress:
+            cfg, params = hf.lazy(options.base)
+            updates = load(options, cfg, params)
             task = progress.add_task(f"writing {options.out}", total=len(tree.paths(params)))
             save(options, cfg, params, updates, fmt, lambda: progress.advance(task))
-        folder.copy_companions(options.base, options.out)
+            folder.copy_companions(options.base, options.out)
     except (ValueError, TypeError, OSError) as error:
         print(f"merge: {error}", file=sys.stderr)
         return 2

@@ -33,6 +33,7 @@ from models import blocks, decoder, hf
 from models.config import Config
 
 from .common.devices import DeviceName, to
+from .common.model_folders import output
 from .common.progress import bar
 
 END = "<|endoftext|>"  # token 0: before every document, and so after every document
@@ -154,6 +155,12 @@ def sample(params: Any, tokenizer: Tokenizer, prompt: str, length: int, key: Ten
 
 def main(options: Options) -> None:
     """Train and save the model and its tokenizer; raise ValueError for a folder in use or impossible options."""
+    with output(options.out, resume=True):
+        train(options)
+
+
+def train(options: Options) -> None:
+    """Train and save the model and its tokenizer, as :func:`main` in a folder that no other process writes."""
     device = parse(options.device)
     if options.out.exists() and any(options.out.iterdir()):
         raise ValueError(f"--out {options.out}: not empty, want a new folder; choose another")

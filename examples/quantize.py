@@ -35,7 +35,7 @@ from models.config import Config
 from models.export import folder
 
 from .common.command_line import DTYPES, FormatName, command_line, parse_format
-from .common.model_folders import MIB, Loss, companions, count, is_quantised, kind_of, loss
+from .common.model_folders import MIB, Loss, companions, count, is_quantised, kind_of, loss, output
 from .common.progress import bar
 
 
@@ -61,8 +61,6 @@ class Options:
         fmt = parse_format(self.format, self.block)
         if fmt is None:
             raise ValueError("--format none leaves nothing to do; wanted a format, see --help")
-        if self.out.exists() and not self.resume:
-            raise ValueError(f"{self.out}: it exists already; choose another, or --resume an interrupted run")
         return fmt
 
 
@@ -90,11 +88,11 @@ def main(args: list[str] | None = None) -> int:
         options = command_line(Options(Path(), Path()), args, "python -m examples.quantize")
         fmt = options.checked()
         start = time.monotonic()
-        cfg, params = hf.lazy(options.model)
-        with bar(console, console.is_terminal) as progress:
+        with output(options.out, options.resume), bar(console, console.is_terminal) as progress:
+            cfg, params = hf.lazy(options.model)
             task = progress.add_task(f"writing {options.out}", total=len(tree.paths(params)))
             found = save(options, cfg, params, fmt, lambda path: progress.advance(task))
-        copied = folder.copy_companions(options.model, options.out)
+            copied = folder.copy_companions(options.model, options.out)
     except (ValueError, TypeError, OSError) as error:
         print(f"quantize: {error}", file=sys.stderr)
         return 2

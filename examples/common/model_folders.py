@@ -1,6 +1,8 @@
 """Facts about a model folder that several programs need: which weights to quantise, their kinds, and losses."""
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,8 @@ import torch
 from torch import Tensor
 
 from fquant import Packed, dequantize
+from fquant.io.files import locking
+from fquant.tree import expect
 from models import hf
 from models.export import folder
 
@@ -31,6 +35,19 @@ class Loss:
         if not self.error:
             return "0"
         return f"{(self.error / self.size) ** 0.5:.2e}" if self.size else "inf"
+
+
+@contextmanager
+def output(out: Path, resume: bool) -> Iterator[None]:
+    """Hold the file or folder ``out`` while it is written, by a lock beside it.
+
+    Raises ValueError if another process holds it, and if it exists, unless an interrupted run shall ``resume`` there.
+    """
+    place = out.resolve()  # so that two names of one place have one lock
+    with locking.held(place.with_name(f".{place.name}.lock")):
+        fault = f"{out}: it exists already; choose another, or --resume an interrupted run"
+        expect(not out.exists() or (resume and out.is_dir()), fault)
+        yield
 
 
 def is_quantised(path: str, like: Tensor | Packed) -> bool:

@@ -7,6 +7,9 @@ A resumed run is the run that was started. So run.json has a digest of each inpu
 same input now, and a digest of itself. It names the run, and so does each checkpoint: that of another run is refused.
 Temporary files of writers that were killed are as large as a state; a run that begins or resumes in a folder removes
 them.
+
+One process has a lock on the folder (``LOCK``) while its run lives: the one that starts all ranks, or rank 0 under
+torchrun. A second run in the folder is refused with the name of that process.
 """
 
 from __future__ import annotations
@@ -17,8 +20,9 @@ import json
 import os
 import secrets
 import typing
-from collections.abc import Mapping
-from dataclasses import fields
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import fields, replace
 from pathlib import Path
 from socket import gethostname
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -30,6 +34,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import shard
 from fquant.compile import all_gather_text
 from fquant.io import safetensors
+from fquant.io.files import locking
 from fquant.io.files.replacing import is_leftover, remove_leftovers
 from shard import agree
 
@@ -48,12 +53,44 @@ LATER = (
 )  # fmt: skip
 
 
+LOCK = ".lock"
+TAKEOVER = 60.0  # seconds that an elastic run waits for the ranks of its last start, which may be on other hosts
+
+
+@contextmanager
+def held(options: T, default: str) -> Iterator[T]:
+    """Give the options with the folder of the run, which this process holds meanwhile, unless it is a later rank.
+
+    Raises ValueError if another process holds the folder, or if a new run cannot begin there (:func:`free`).
+    """
+    if os.environ.get("RANK", "0") != "0":
+        yield options
+        return
+    with ExitStack() as stack:
+        folder, wait = options.resume or options.out, TAKEOVER if options.elastic else 0.0
+        if folder is not None:
+            if options.resume is None and folder.exists() and not folder.is_dir():
+                free(folder, default)
+            stack.enter_context(locking.held(folder / LOCK, wait))
+        while folder is None:
+            found = free(None, default)
+            try:
+                stack.enter_context(locking.held(found / LOCK))
+                folder = found
+            except ValueError:
+                if not found.exists():  # else another process has begun in it since
+                    raise
+        yield options if options.resume else replace(options, out=free(folder, default))
+
+
 def free(out: Path | None, default: str) -> Path:
     """Return ``out``, or the first free of ``default``, ``default``-2, ...; raise ValueError if ``out`` has files."""
     if out is None:
         names = (Path(default if n == 1 else f"{default}-{n}") for n in itertools.count(1))
         return next(name for name in names if not name.exists())
-    if out.exists() and (not out.is_dir() or any(not is_leftover(path) for path in out.iterdir())):
+    if out.exists() and (
+        not out.is_dir() or any(path.name != LOCK and not is_leftover(path) for path in out.iterdir())
+    ):
         fix = f", or --resume {out}" if (out / RUN).is_file() else ""
         raise ValueError(f"--out {out}: is not empty; choose another folder{fix}")
     return out

@@ -158,13 +158,12 @@ def command(program: Program, args: list[str] | None) -> int:
             run_folder.check_resumed(options.resume, options)
         if not under_torchrun and program.prepare(options):
             return 0
-        if options.resume is None and os.environ.get("RANK", "0") == "0":
-            options = replace(options, out=run_folder.free(options.out, f"runs/{program.name}"))
-        if is_local:
-            Console().print(f"[dim]starting {ranks} ranks[/]", highlight=False)
-            fault = _local(program, options, ranks)
-        else:
-            fault = work(program, options)
+        with run_folder.held(options, f"runs/{program.name}") as options:
+            if is_local:
+                Console().print(f"[dim]starting {ranks} ranks[/]", highlight=False)
+                fault = _local(program, options, ranks)
+            else:
+                fault = work(program, options)
         if fault is None:
             return 0
         status, message = fault

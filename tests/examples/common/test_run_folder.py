@@ -24,6 +24,7 @@ from fquant.io import safetensors
 from shard import agree
 from shard.checkpoint import MANIFEST
 from tests.helpers import ranks
+from tests.helpers.holders import holding
 
 BOTH = pytest.mark.parametrize(("program", "kind"), [(vqvae, Options), (qlora, QLoraOptions)], ids=["vqvae", "qlora"])
 
@@ -125,6 +126,40 @@ def test_a_folder_that_is_free(tmp_path):
     run_folder.record(tmp_path / RUN, content(Options()))
     with pytest.raises(ValueError, match=f"choose another folder, or --resume {tmp_path}$"):
         run_folder.free(tmp_path, "")
+
+
+@BOTH
+@pytest.mark.parametrize("flag", ["out", "resume"])
+def test_a_folder_in_which_another_process_runs_is_refused(program, kind, flag, tmp_path):
+    """It names the process; the next start of an elastic run waits for the last to end, and a killed one has ended."""
+    run_folder.record(tmp_path / RUN, content(kind(mesh="dp=1")))
+    options = dataclasses.replace(kind(elastic=True), **{flag: tmp_path})
+    with holding(tmp_path / run_folder.LOCK) as process, mock.patch.object(run_folder, "TAKEOVER", 0.5):
+        for given in (options, dataclasses.replace(options, elastic=False)):
+            with pytest.raises(ValueError, match=f"is in use by host .*, process {process.pid}, since"):
+                run_folder.held(given, "").__enter__()
+    (tmp_path / RUN).unlink()
+    with run_folder.held(options, "") as found:
+        assert found == options
+    with holding(tmp_path / run_folder.LOCK, 0.5), run_folder.held(options, ""):
+        pass
+
+
+def test_runs_that_begin_at_once_have_folders_of_their_own(tmp_path):
+    """Other ranks than the first hold nothing; nothing is left of a run that did not begin."""
+    wanted = str(tmp_path / "a")
+    with run_folder.held(Options(), wanted) as one, run_folder.held(Options(), wanted) as other:
+        assert (one.out, other.out) == (tmp_path / "a", tmp_path / "a-2")
+        with mock.patch.dict(os.environ, RANK="1"), run_folder.held(one, wanted) as found:
+            assert found is one
+    assert not os.listdir(tmp_path)
+
+
+def test_the_command_holds_the_folder(tmp_path, capsys):
+    tiny = "--codes 8 --dim 4 --hidden 8 --patch 8 --steps 1 --batch 7 --mesh dp=1".split()
+    with holding(tmp_path / run_folder.LOCK) as process:
+        assert vqvae.main([*tiny, "--out", str(tmp_path)]) == 2
+    assert f"process {process.pid}, since" in capsys.readouterr().err
 
 
 WRITER = """

@@ -130,6 +130,7 @@ def copied(given, text, model, tmp_path_factory):
     root = tmp_path_factory.mktemp("copied")
     shutil.copytree(model, root / "model")
     (root / "own.jinja").write_text("{{ messages[0].content }}")
+    (root / "model" / "tokenizer_config.json").write_text("{}")
     options = dataclasses.replace(
         given, model=root / "model", steps=2, out=root / "run", chat_template=str(root / "own.jinja")
     )
