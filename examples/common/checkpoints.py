@@ -71,6 +71,25 @@ def begin(
     return shard.checkpoint.begin(step_folder(folder, done), state, mesh, rules, after, first, run)
 
 
+def fault(folder: Path, run: str, writing: Writing | None, is_due: bool) -> str:
+    """Return why the next checkpoint would be lost, as this rank sees it without others, or nothing.
+
+    The last one has failed, or the folder of ``run`` was removed, and perhaps made again by another run. The folder is
+    looked at if a checkpoint ``is_due``, or failed.
+    """
+    failed = [] if writing is None else writing.errors
+    if not failed and not is_due:
+        return ""
+    try:
+        found = json.loads((folder / RUN).read_bytes())["run"]
+    except (OSError, ValueError, KeyError):
+        found = None
+    if found != run:
+        fix = "the run has ended, because its checkpoints would be lost"
+        return f"{folder / RUN}: was removed or replaced since the run began; {fix}"
+    return f"{writing.folder}: {failed[0]}" if writing is not None and failed else ""
+
+
 def finish(folder: Path, writing: Writing | None, keep: int, verified: int) -> None:
     """Wait for the last checkpoint, if there is one, and keep those of :func:`begin` and itself."""
     if writing is not None:

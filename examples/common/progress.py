@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from fquant.io.files.replacing import naming
 from fquant.io.safetensors import replacing
 
 from .tracking import NOTHING, Tracking
@@ -58,12 +60,14 @@ class Report:
         return self
 
     def step(self, x: Any) -> None:
-        """Show and record one step."""
+        """Show and record one step; raises OSError, with the name of the file, on a full disk."""
         if not self.first:
             return
         figures = dataclasses.asdict(x)
-        self.metrics.write(json.dumps(figures) + "\n")
-        self.tracking.log(x.step + 1, figures)
+        with naming(self.folder / METRICS):
+            self.metrics.write(json.dumps(figures) + "\n")
+        with naming(self.folder):
+            self.tracking.log(x.step + 1, figures)
         line, done = self.summary(x), x.step + 1
         self.progress.update(self.task, completed=done, description=line)
         is_said = done % self.every == 0 or done == self.total or getattr(x, "validation", None) is not None
@@ -74,11 +78,13 @@ class Report:
         """Print a line about the phase of the run."""
         self.console.print(f"[dim]{text}[/]", highlight=False, soft_wrap=True)
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.progress.stop()
         if self.first:
-            self.metrics.close()
-            self.tracking.close()
+            with naming(self.folder / METRICS) if kind is None else suppress(OSError):  # that of a full disk is known
+                self.metrics.close()
+            with naming(self.folder) if kind is None else suppress(OSError):
+                self.tracking.close()
 
 
 def lines(folder: Path) -> list[str]:

@@ -107,6 +107,7 @@ def announce(options: Options, inputs: Mapping[str, str]) -> None:
     content = {"options": options.shared(), "mesh": options.mesh, "torch": torch.__version__, "ranks": ranks}
 
     def begin() -> None:
+        options.folder().mkdir(parents=True, exist_ok=True)
         content["run"] = secrets.token_hex(8) if options.resume is None else run_name(options.resume)
         clear(options.folder())
         shard.checkpoint.clean(checkpoints.folder_of(options.folder()))
@@ -129,8 +130,7 @@ def record(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def write(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a file of JSON, whole or not at all, and make its folder."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Write a file of JSON, whole or not at all."""
     with safetensors.replacing(path) as file:
         file.write((json.dumps(content, indent=2) + "\n").encode())
 

@@ -169,7 +169,7 @@ def command(program: Program, args: list[str] | None) -> int:
         status, message = fault
     except ValueError as error:
         status, message, is_own = 2, str(error), isinstance(error, devices.Refused)
-    except launch.RankFailed as error:
+    except (launch.RankFailed, OSError) as error:  # such as a full disk
         status, message = 1, str(error)
     except torch.OutOfMemoryError as error:
         status, message = 1, f"{str(error).partition('. ')[0]}; use a smaller --batch or --seq, or more fsdp"

@@ -97,12 +97,18 @@ def train(program: Program, run: Any, state: Any, history: list[Validation], sho
                 publish = partial(program.publish, run, state)
                 best = partial(program.publish_best, run, state, step) if program.publish_best else publish
                 checkpoints.save_best(folder, history, best)
-            shown.step(step)
+            fault = ""
+            try:
+                shown.step(step)
+            except OSError as error:  # of this rank alone
+                fault = str(error)
             if is_over := checkpoints.is_over(history, options.patience):
                 shown.say(f"stopped after {done} steps: {options.patience} validations were no better than the best")
-            number = interrupts.agreed(signals)
+            is_due = done == options.steps or is_over or done % options.save_every == 0
+            fault = fault or checkpoints.fault(folder, name, writing, bool(is_due or signals.number))
+            number = interrupts.agreed(signals, fault)
             is_last = done == options.steps or is_over or number
-            if is_last or done % options.save_every == 0:
+            if is_last or is_due:
                 kept = options.keep, verified
                 writing = checkpoints.begin(folder, state, done, *kept, placed.mesh, placed.rules, writing, name)
             if is_last or is_published:

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import IO
 
 from ..tree import expect
-from .files.replacing import sync_folder
+from .files.replacing import naming, sync_folder
 
 BETWEEN = 1 << 26  # bytes between two writes of the log
 
@@ -66,7 +66,7 @@ def continued(path: str | Path, head: bytes, names: Collection[str], resume: boo
     """
     path = Path(path)
     data, log = path.with_name(f"{path.name}.part"), path.with_name(f"{path.name}.part.log")
-    with _locked(data) as file:
+    with naming(data), _locked(data) as file:
         has_more = os.fstat(file.fileno()).st_size > 0
         lines = log.read_bytes().splitlines(keepends=True) if has_more and log.exists() else []
         lines = [line for line in lines if line.endswith(b"\n")]  # the last may be cut short

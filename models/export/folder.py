@@ -144,5 +144,6 @@ def copy_companions(source: str | Path, folder: str | Path) -> list[str]:
     """Copy tokenizer and generation config from ``source`` to ``folder``; return their names."""
     found = [name for name in COMPANIONS if (Path(source) / name).is_file()]
     for name in found:
-        shutil.copyfile(Path(source) / name, Path(folder) / name)
+        with (Path(source) / name).open("rb") as file, safetensors.replacing(Path(folder) / name) as new:
+            shutil.copyfileobj(file, new)
     return found

@@ -26,7 +26,7 @@ def load(folder: str | Path, like: Any, mesh: DeviceMesh, rules: Rules, run: str
     """Return the tree in ``folder`` in the form and on the devices of ``like``, which is placed or local on ``mesh``.
 
     Every rank calls it, and reads what it needs. Raises ValueError on every rank for a checkpoint that is not whole or
-    whose bytes have changed, for one of another tree, and for one that was not saved with the name ``run``, if given.
+    whose bytes have changed, and for one of another tree. With ``run`` it must have been saved with that name.
     """
     return agree.attempt("load", lambda: _load(Path(folder), like, mesh, rules, run))
 

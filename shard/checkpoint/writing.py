@@ -6,6 +6,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -96,7 +97,8 @@ def begin(
             writing.errors.append(error)
             if rank and temporary.exists():
                 told = temporary / f"{names[rank]}.tmp"  # which rank 0 does not wait for
-                told.write_text(f"{type(error).__name__}: {error}")
+                with suppress(OSError):  # on a full disk the name alone tells it
+                    told.write_text(f"{type(error).__name__}: {error}")
                 told.rename(_failed(temporary / names[rank]))
 
     writing = Writing(folder, found, memory, threading.Thread(target=write, name=f"checkpoint {folder.name}"))
@@ -151,6 +153,7 @@ def _await(path: Path) -> None:
     failed, began, limit = _failed(path), time.monotonic(), PATIENCE
     while not path.exists():
         expect(not failed.exists(), f"{path.name}: {failed.read_text() if failed.exists() else ''}")
+        expect(path.parent.is_dir(), f"{path.parent}: was removed while it was written")
         if not threading.main_thread().is_alive() and limit == PATIENCE:
             limit = min(PATIENCE, time.monotonic() - began + LEAVE)
         expect(time.monotonic() - began < limit, f"{path.name}: not written in {limit:.0f} s; is its rank alive?")

@@ -25,8 +25,8 @@ POLL = 0.2  # seconds between two attempts
 def held(path: Path, wait: float = 0.0) -> Iterator[None]:
     """Hold the lock of the file ``path`` inside of the block; make its folder, which goes again if it stays empty.
 
-    Raises ValueError, with the host, the process and the time, if another process has it for longer than ``wait``
-    seconds, and for a place that cannot be written.
+    Raises ValueError, which names the holder, if another process has it for longer than ``wait`` seconds. So it does
+    for a place that cannot be written.
     """
     is_new = not path.parent.exists()
     try:

@@ -9,6 +9,7 @@ dead writers from those of living ones, on any file system with locks.
 """
 
 import contextlib
+import errno
 import fcntl
 import os
 import re
@@ -17,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # no room on the disk, or for this user or process
 LEFTOVER = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")
 
 
@@ -25,11 +27,12 @@ def replacing(path: str | Path, is_last: bool = True) -> Iterator[IO[bytes]]:
     """Open a binary file that replaces ``path`` once all of it is on disk, and is deleted on an error.
 
     It can be read too. If it is not the last file of its folder, its name is not put on disk: the last one does that.
+    An OSError, such as that of a full disk, names ``path``.
     """
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
-        with temporary.open("x+b") as file:
+        with naming(path), temporary.open("x+b") as file:
             with contextlib.suppress(OSError):  # a file system without locks
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             yield file
@@ -40,6 +43,17 @@ def replacing(path: str | Path, is_last: bool = True) -> Iterator[IO[bytes]]:
         temporary.unlink(missing_ok=True)
     if is_last:
         sync_folder(path.parent)
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Add ``path`` to the error of a write inside of the block that finds no room; it names no file by itself."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in FULL and error.filename is None:
+            error.filename = str(path)
+        raise
 
 
 def sync_folder(folder: Path) -> None:

@@ -34,6 +34,25 @@ def test_ranks_agree_after_the_step(whose):
     assert ranks.run(2, interrupted, signal.SIGTERM, whose) == [([0, 15, 15], True)] * 2
 
 
+def faulty(whose, number):
+    """Find a fault on a rank, after a signal to it if there is one."""
+    shard.mesh(fsdp=dist.get_world_size())
+    with interrupts.noticed() as signals:
+        if number and dist.get_rank() == whose:
+            os.kill(os.getpid(), number)
+        interrupts.agreed(signals, "x.json: no space" * (dist.get_rank() == whose))
+
+
+@pytest.mark.parametrize("number", [0, signal.SIGTERM])
+def test_a_fault_of_a_rank_is_that_of_all(number):
+    """A rank that its launcher stops does not return it, because the launcher takes no results then."""
+    with pytest.raises(ranks.RankFailure) as found:
+        ranks.run(2, faulty, 1, number)
+    kinds = {rank: failure.type for rank, failure in found.value.failures.items()}
+    assert kinds == {0: "ValueError", 1: "SignalException" if number else "ValueError"}
+    assert all(failure.message == "x.json: no space" for failure in found.value.failures.values())
+
+
 def test_a_signal_that_is_ignored_stays_so():
     """As under nohup; the ranks of these tests ignore Ctrl-C."""
     assert ranks.run(2, interrupted, signal.SIGINT, 0) == [([0, 0, 0], True)] * 2

@@ -3,7 +3,7 @@
 import pytest
 
 from examples import export, merge, quantize
-from tests.helpers.holders import holding
+from tests.helpers.files.holders import holding
 
 PROGRAMS = {
     "quantize": (quantize.main, "model out"),

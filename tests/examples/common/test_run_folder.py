@@ -24,7 +24,7 @@ from fquant.io import safetensors
 from shard import agree
 from shard.checkpoint import MANIFEST
 from tests.helpers import ranks
-from tests.helpers.holders import holding
+from tests.helpers.files.holders import holding
 
 BOTH = pytest.mark.parametrize(("program", "kind"), [(vqvae, Options), (qlora, QLoraOptions)], ids=["vqvae", "qlora"])
 

@@ -1,9 +1,12 @@
 """examples.common.runs: what a run leaves is enough to go on from, to the bit."""
 
+import contextlib
 import dataclasses
 import json
 import os
 import pickle
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import shard
 from examples.common import checkpoints, run_folder, runs
@@ -24,6 +28,7 @@ from examples.vqvae.options import Options
 from fquant import tree
 from tests.helpers import ranks
 from tests.helpers.cases import slow_after
+from tests.helpers.files.full_disk import limited
 from tests.helpers.sharding.checkpoints import last_bytes, last_state
 
 pytestmark = pytest.mark.xdist_group("ranks")
@@ -70,6 +75,38 @@ def another(options):
 def test_a_state_of_another_kind_is_refused(tmp_path):
     with pytest.raises(ranks.RankFailure, match="holds another tree"):
         ranks.run(1, another, dataclasses.replace(TINY, out=tmp_path))
+
+
+def hindered(limit, options):
+    """Run; after two steps the folder is removed, or files can no longer grow; return the fault and the steps."""
+    taken, stack = list[int](), contextlib.ExitStack()
+
+    def take(run, training):
+        taken.append(int(training.done))
+        if len(taken) == 3 and limit is None and dist.get_rank() == 0:
+            shutil.rmtree(options.out, ignore_errors=True)
+        elif len(taken) == 3 and limit is not None:
+            stack.enter_context(limited(limit))
+        return train.take(run, training)
+
+    with stack:
+        return runs.work(vqvae.PROGRAM._replace(take=take), options), len(taken)
+
+
+HINDRANCES = {  # bytes of a file, None if the folder is removed; the fault; the most steps
+    "removed": (None, r"run/run.json: was removed or replaced since the run began", 4),
+    "metrics": (10, r"File too large: '.*run/metrics.jsonl'", 3),
+    "checkpoint": (4000, r"run/checkpoints/step-\d: .*File too large: '.*rank-\d-of-2.safetensors'", 6),
+}
+
+
+@pytest.mark.parametrize(("limit", "fault", "most"), HINDRANCES.values(), ids=HINDRANCES)
+def test_a_run_that_cannot_write_ends_at_its_next_checkpoint(limit, fault, most, tmp_path):
+    """On all ranks, with the name of the file; nothing of the removed folder is made again."""
+    options = dataclasses.replace(TINY, out=tmp_path / "run", mesh="dp=2", steps=20, save_every=2, verify_every=None)
+    for found, steps in ranks.run(2, hindered, limit, options):
+        assert found.status == 2 and re.search(fault, found.message) and steps <= most
+    assert (limit is None) != (options.out / "run.json").exists()
 
 
 @pytest.mark.parametrize("program", [cli.PROGRAM, vqvae.PROGRAM, sweep.PROGRAM], ids=lambda program: program.name)

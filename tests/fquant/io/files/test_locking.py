@@ -10,7 +10,7 @@ from socket import gethostname
 import pytest
 
 from fquant.io.files import locking
-from tests.helpers.holders import holding
+from tests.helpers.files.holders import holding
 
 
 def test_a_second_process_says_who_holds_it(tmp_path):

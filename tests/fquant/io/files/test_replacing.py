@@ -1,13 +1,17 @@
 """Tests of fquant.io.files.replacing: what killed writers leave is removed, and nothing else."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
 
 import pytest
 
+from fquant.io import partial
 from fquant.io.files.replacing import is_leftover, remove_leftovers, replacing
+from models.export.folder import copy_companions
+from tests.helpers.files.full_disk import limited
 
 WRITER = """
 import sys, time
@@ -73,3 +77,32 @@ def test_other_files_stay(tmp_path):
     assert remove_leftovers(tmp_path) == [] and names(tmp_path) == before
     assert names(tmp_path / "inner") == [".x.0123abcd.tmp"]
     assert remove_leftovers(tmp_path / "absent") == []
+
+
+WRITES = {  # what writes a file of 1 MB, and the name in its error
+    "replacing": (lambda path: replaced(path / "x"), "x"),
+    "partial": (lambda path: continued(path / "x"), "x.part"),
+    "companions": (lambda path: copy_companions(path.parent / "model", path), "tokenizer.json"),
+}
+
+
+def replaced(path):
+    with replacing(path) as file:
+        file.write(bytes(1 << 20))
+
+
+def continued(path):
+    with partial.continued(path, b"head", ["a"], resume=False) as part:
+        part.file.write(bytes(1 << 20))
+        part.finish("a", 1 << 20)
+
+
+@pytest.mark.parametrize(("write", "name"), WRITES.values(), ids=WRITES)
+def test_a_full_disk_is_named_and_leaves_no_half_file(tmp_path, write, name):
+    for folder in ("model", "out"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "model" / "tokenizer.json").write_bytes(bytes(1 << 20))
+    out = tmp_path / "out"
+    with limited(1 << 16), pytest.raises(OSError, match=re.escape(f"'{out / name}'")):
+        write(out)
+    assert not [path for path in out.iterdir() if path.suffix not in (".part", ".log")]
