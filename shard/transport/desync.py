@@ -10,17 +10,14 @@ others of its group. Answers of one round are of different times. Those of three
 of one state, in which every rank of the circle stood between the rounds.
 
 While tensors travel, the thread that computes waits in the transport, and cannot ask. So the reading thread does, once
-in half a second, those with whom the transfer is. If one is silent or has failed, the thread closes the connections of
-the transport. The wait then raises, and the error is that of this module. A rank that ended without an error has sent
-all that it had to, so it is waited for.
+in half a second. If a rank of the transfer is silent or has failed, it closes the connections of the transport. The
+wait then raises this module's error. A rank that ended without an error has sent all, so it is waited for.
 
 gloo loses the error of a closed connection in the middle of a message, and waits until its time-out. A thread that
-waits uses no processor. If it used none for a second after the error, the process ends, with the error on stderr and in
-the report of the launcher.
+waits uses no processor. If it used none for a second, the process ends, with the error on stderr and in the report.
 
-Silence is counted in rounds and not by a clock, since a process that was stopped itself finds the clock ahead. A rank
-that is silent and runs keeps Python's lock, and is waited for. The system tells it apart from one that is stopped, and
-is asked again after as long a silence (liveness.py).
+Silence is counted in rounds and not by a clock, since a process that was stopped itself finds the clock ahead. A silent
+rank that runs keeps Python's lock, and is waited for: the system tells (liveness.py), again after each such silence.
 """
 
 import threading
@@ -176,10 +173,7 @@ class RollCall:
             self._ask(transfer.others)
 
     def _silence(self, rank: int, first: int) -> str:
-        """Return that ``rank`` did not answer for SILENCE seconds, since the round ``first`` or later, or nothing.
-
-        A rank of another host that is cut off is asked for in vain, so a caller asks about no more after one fault.
-        """
+        """Return that ``rank`` did not answer for SILENCE seconds, since the round ``first`` or later, or nothing."""
         answer = self._answers.get(rank)
         seen = max(first - 1, answer.round if answer else 0, self._busy.get(rank, 0))
         if self._plane is None or rank in self._gone or (self._round - seen) * POLL < SILENCE:
