@@ -6,7 +6,7 @@
 The step is captured as ``jit`` captures it. One walk over its graph gives
 
 * *Memory*, by liveness (liveness.py): the most that is held at once; ``holding`` lists it. On the host some ops take
-  ``scratch`` bytes more while they run. A process grows by ``peak - arguments + scratch``.
+  ``scratch`` bytes more while they run, or results need them. A process grows by ``peak - arguments + scratch``.
 * *FLOPs* of matrix products, convolutions and attention, by torch's formulas (``torch.utils.flop_counter``); a
   multiply-add is two, and elementwise work none. fquant.kernels registers those of packed products. Those of torch's
   fused attention on CPUs are below; causal attention counts half.
@@ -22,7 +22,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
-from torch.fx import Node
+from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
@@ -71,7 +71,7 @@ class Cost:
     fetched: int = 0  # bytes from the host to the device
     stashed: int = 0  # and back
     host: int = 0  # bytes of the host: arguments that are fetched, and what is stashed
-    scratch: int = 0  # bytes that an op of torch takes for itself on the host, at most (memory/scratch.py)
+    scratch: int = 0  # bytes on the host that an op of torch takes for itself (memory/scratch.py), and results need
 
 
 def cost(
@@ -119,8 +119,23 @@ def of(captured: trace.Captured) -> Cost:
         fetched=_transferred(calls, "fetch"),
         stashed=_transferred(calls, "stash"),
         host=liveness.peak_on_host(g),
-        scratch=max(map(scratch, calls), default=0) if captured.device == HOST else 0,
+        scratch=max(map(scratch, calls), default=0) + _apart(g, peak.nbytes) if captured.device == HOST else 0,
     )
+
+
+def _apart(g: Graph, peak: int) -> int:
+    """Return the bytes over the peak that results need because no other tensor can have their memory before them.
+
+    The plan ends with the replay, and the caller keeps results. So they have memory of their own (memory/plan.py).
+    """
+    placeholders, sizes = g.find_nodes(op="placeholder"), dict[int, int]()
+    for node in graph.outputs(g):
+        sizes |= graph.sizes(node)
+    given = graph.all_storages(placeholders)
+    own = {storage for node in g.nodes for storage in graph.sizes(node)} - given - sizes.keys()
+    held = sum(n for node in placeholders for n in graph.sizes(node).values())
+    returned = sum(n for storage, n in sizes.items() if storage not in given)
+    return max(0, liveness.peak(g, own).nbytes + returned + held - peak)
 
 
 def _transferred(calls: list[Node], kind: str) -> int:

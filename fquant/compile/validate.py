@@ -38,6 +38,11 @@ class Checked(Interpreter):
         self.origin, self.wrong = origin, wrong
 
     def run_node(self, node: Node) -> Any:
+        result = self.checked(node)
+        return result if node.users or node.op == "output" else None  # an unused result would be held to the end
+
+    def checked(self, node: Node) -> Any:
+        """Return the result of a node, in the traced layout."""
         if node.op == "call_function" and (op := without_results(node.target)):
             return self.run_in_place(node, op)
         result, traced = super().run_node(node), node.meta.get("val")

@@ -1,11 +1,12 @@
 """The memory of replays: what one replay frees stays in the process for the next.
 
 The system finds, clears and maps freed pages anew, a few KiB at a time. Of a QLoRA step of 1.1 seconds that was a
-tenth, and more if gathered weights come and go. There are two kinds of memory:
+tenth, and more if gathered weights come and go. There are three kinds of memory:
 
 * Planned results (``plan.py``) are in one private mapping, as large as the largest plan. All captured functions of the
   process share it, because nothing in it is live between replays.
-* Other tensors come from malloc. glibc unmaps large ones when they are freed, and returns the free end of its heap.
+* Other large tensors are in the pool (``pool.py``), if the C library was built.
+* Everything else comes from malloc. glibc unmaps large ones when they are freed, and returns the free end of its heap.
   ``enable_reuse`` turns this off for the whole process, except for tensors of 32 MiB and more. glibc takes no higher
   threshold, and a few huge tensors would fragment the heap. Other allocators lack these options and stay as they are.
 
@@ -33,6 +34,7 @@ from torch.fx.node import map_arg
 from ...device import HOST
 from ...kernels import dispatch
 from .. import graph as graphs
+from . import pool
 from .plan import MemoryPlan, Slot
 
 VARIABLE = "FQUANT_ALLOCATOR"
@@ -67,6 +69,8 @@ def run_planned(
     """Run the memory-planned graph; run ``module`` if a dispatch mode is active or the memory is in use."""
     if plan is None or torch._C._len_torch_dispatch_stack() or not IN_USE.acquire(blocking=False):
         return interpret(module)(*tensors)
+    library = pool.install() if plan.is_large else None
+    was_open = library.fquant_pool_open(True) if library else False
     try:
         memory = acquire(plan.nbytes)
         if plan.memory is not memory:
@@ -74,6 +78,8 @@ def run_planned(
         dispatch.settle()
         return interpret(plan.module)(*tensors)
     finally:
+        if library:
+            library.fquant_pool_open(was_open)
         IN_USE.release()
 
 
@@ -90,6 +96,10 @@ def _bind(plan: MemoryPlan, memory: mmap.mmap) -> None:
             else:
                 args, kwargs = map_arg((value.args, value.kwargs), lambda node: bound[str(node.target)])
                 bound[name] = value.target(*args, **kwargs)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(memory)) if plan.places else 0
+    for places, slots in plan.places:
+        for place, slot in zip(places, slots, strict=True):
+            place.at = start + slot.offset
     plan.module.__dict__.update(bound)
     plan.memory = memory
 
@@ -111,7 +121,9 @@ def acquire(nbytes: int) -> mmap.mmap:
 def release() -> bool:
     """Return free memory to the system, after a replay of another thread; return True if there was any."""
     with IN_USE:
-        libc, dropped = _glibc(), _drop_pages()
+        libc, dropped, library = _glibc(), _drop_pages(), pool.install() if reuses_memory() else None
+        if library:
+            library.fquant_pool_release()
     return bool(libc is not None and libc.malloc_trim(0)) or dropped
 
 

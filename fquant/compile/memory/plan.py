@@ -6,15 +6,17 @@ of a step fragment the heap, which grows to a quarter more than it holds. Planne
 the peak of live bytes.
 
 An op is planned through its out variant, if that computes there (``out_variants.py``), or composed there
-(``composed.py``). So are pointwise programs, and casts, which become copies. Parts of a concatenation are computed in
+(``composed.py``). So are pointwise programs, and casts, which become copies. Any other op of torch takes its planned
+places itself, when it allocates (``pool.py``). Parts of a concatenation are computed in
 the memory of the whole (``concatenation.py``). A view of a planned result is always the same tensor, and is made once.
-Results of other ops and of the graph itself are allocated as usual. So is what a collective sends or receives, because
+Results of ops of others and of the graph itself are in the pool. So is what a collective sends or receives, because
 it may be in flight when an error ends a replay. A collective with a ``lent`` overload returns its receive buffer rather
 than a copy (``shard/transport/gloo.py``). The plan calls that if nothing writes or returns it. A sum over ranks is
 written over its addend if nothing else reads that. A step of an optimiser with packed moments writes over the parameter
 and the moments that are donated.
 """
 
+import ctypes
 import mmap
 import operator
 from collections.abc import Callable, Sequence
@@ -33,6 +35,7 @@ from .. import graph as graphs
 from .. import liveness
 from ..passes.gate_steps import STEPS
 from ..passes.reinplace import redirect
+from . import pool
 from .composed import COMPOSED, compose
 from .concatenation import assign_with_parts
 from .offsets import Span
@@ -66,14 +69,16 @@ class MemoryPlan:
     nbytes: int
     tensors: dict[str, Slot | View]
     origin: dict[Node, Node]  # for nodes of ``module``, the nodes of the unplanned graph that they compute
+    places: list[tuple["ctypes.Array[pool.Place]", list[Slot]]]  # set aside for results of other ops (pool.py)
+    is_large: bool  # False if no tensor of the graph is large enough for the pool
     memory: mmap.mmap | None = None
 
 
 def plan_memory(graph: Graph) -> MemoryPlan | None:
     """Return a copy of ``graph`` whose results are in one piece of memory if possible; None if none can be."""
     over = _steps_in_place(graph)
-    slots, nbytes, joined = _assign_slots(graph, over)
-    if not slots:
+    slots, own, nbytes, joined = _assign_slots(graph, over)
+    if not slots and not own:
         return None
     new, copies, tensors = Graph(), dict[Node, Node](), dict[str, Slot | View]()
     calls = dict[Node, Node]()  # those that return no result
@@ -129,11 +134,15 @@ def plan_memory(graph: Graph) -> MemoryPlan | None:
             is_known = all(like(argument) is not None for argument in node.all_input_nodes)
             given = map_arg((node.args, node.kwargs), like) if is_known else None
             node.target = dispatch.direct(node.target, given) or node.target
+    places = [(pool.places_of(slots), slots) for slots in own.values()]
+    for node, (made, _) in zip(own, places, strict=True):
+        copies[node].target = pool.with_places(copies[node].target, made)  # type: ignore[arg-type]
     root, constants = torch.nn.Module(), {node.target: node for node in graph.find_nodes(op="get_attr")}
     root.__dict__.update(dict.fromkeys(tensors) | {name: getattr(graph.owning_module, name) for name in constants})
     return MemoryPlan(
-        _LazyGraphModule(root, new), nbytes, tensors, calls | {copy: node for node, copy in copies.items()}
-    )
+        _LazyGraphModule(root, new), nbytes, tensors, calls | {copy: node for node, copy in copies.items()}, places,
+        any(graphs.nbytes(t) >= pool.LEAST for node in graph.nodes for t in graphs.tensors(node)),
+    )  # fmt: skip
 
 
 def _sums_in_place(graph: Graph) -> set[Node]:
@@ -194,16 +203,18 @@ def _write_to(call: Node, results: Sequence[Node | None]) -> list[int]:
 
 def _assign_slots(
     graph: Graph, over: dict[Node, dict[int, Node]]
-) -> tuple[dict[Node, list[Slot | None]], int, set[Node]]:
+) -> tuple[dict[Node, list[Slot | None]], dict[Node, list[Slot]], int, set[Node]]:
     """Return the slots of the results of each node that can be planned, the bytes of all, and joins without a copy.
 
-    The results ``over`` arguments need no slots; nodes whose other results cannot be planned are removed from it.
+    Second are the slots that nodes take themselves (pool.py). The results ``over`` arguments need no slots; nodes whose
+    other results cannot be planned are removed from it.
     """
     calls = [node for node in graph.nodes if graphs.is_issue(node) or graphs.is_wait(node)]
     in_flight = [x for node in calls for x in (node, *graphs.read_nodes(node))]
     external = graphs.all_storages((*graph.find_nodes(op="placeholder"), *graphs.outputs(graph), *in_flight))
     last, results = liveness.last_uses(graph), list[tuple[Node, int]]()
-    spans = list[Span]()
+    spans, own, own_spans, seen = list[Span](), list[tuple[Node, int]](), list[Span](), set[int]()
+    allocates = pool.install() is not None
     for place, node in enumerate(graph.nodes):
         tensors = graphs.tensors(node) if _can_write_to(node) else []
         least = 0 if str(node.target) in STEPS else 1  # bytes; moments in float32 have no scales
@@ -220,12 +231,24 @@ def _assign_slots(
             if all(ok or k in placed for k, ok in enumerate(fit)) or (fit[i] and node.target is OP):
                 results.append((node, i))
                 spans.append((place, last[t.untyped_storage()._cdata], graphs.nbytes(t)))
-    offsets, nbytes, joined = assign_with_parts(graph, results, spans, last)
+        writes = any(made is node for made, _ in results[-len(tensors) :]) or node in over
+        for i, t in enumerate(graphs.tensors(node) if allocates and pool.is_served(node) and not writes else []):
+            held = t.untyped_storage()
+            if held.nbytes() >= pool.LEAST and held._cdata not in external | seen:
+                own.append((node, i))
+                own_spans.append((place, last[held._cdata], held.nbytes()))
+        seen |= graphs.storages(node)
+    offsets, nbytes, joined = assign_with_parts(graph, results, [*spans, *own_spans], last)
     made = dict.fromkeys([*over, *(node for node, _ in results)])
     slots: dict[Node, list[Slot | None]] = {node: [None] * len(graphs.tensors(node)) for node in made}
-    for (node, i), offset in zip(results, offsets, strict=True):
-        slots[node][i] = Slot(offset, graphs.tensors(node)[i])
-    return slots, nbytes, joined
+    taken = dict[Node, list[Slot]]()
+    for (node, i), offset in zip([*results, *own], offsets, strict=True):
+        slot = Slot(offset, graphs.tensors(node)[i])
+        if node in slots:
+            slots[node][i] = slot
+        else:
+            taken.setdefault(node, []).append(slot)
+    return slots, taken, nbytes, joined
 
 
 def _can_write_to(node: Node) -> bool:

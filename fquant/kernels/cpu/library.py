@@ -148,7 +148,7 @@ def load() -> ctypes.CDLL:
     structures = (Packed, Encoding, Pointwise, Step, Read, Attention, Rounding, Moment, Update)
     wanted = [*map(ctypes.sizeof, structures), len(OPS), PIECE, MOST_DIM]
     sizes = getattr(library, "fquant_sizes", lambda which: 0)
-    complete = all(hasattr(library, f"fquant_{name}") for name in functions)
+    complete = all(hasattr(library, f"fquant_{name}") for name in (*functions, "pool_install"))
     if not complete or [sizes(i) for i in range(len(wanted))] != wanted:
         raise ImportError(f"{path.name} was built from other sources; install fquant again")
     library.fquant_isa.restype, library.fquant_isa.argtypes = ctypes.c_char_p, [Int]
@@ -157,6 +157,9 @@ def load() -> ctypes.CDLL:
         function = getattr(library, f"fquant_{name}")
         function.restype, function.argtypes = Long, [Int, Int, *rest]
     library.fquant_large_pages.restype, library.fquant_large_pages.argtypes = None, [Pointer, ctypes.c_size_t]
+    library.fquant_pool_install.argtypes = [Pointer] * 4 + [ctypes.c_size_t, Long]
+    library.fquant_pool_places.restype, library.fquant_pool_places.argtypes = None, [Pointer, Long]
+    library.fquant_pool_open.argtypes, library.fquant_pool_release.restype = [Int], None
     runtime = (openmp(name) for name in ("GOMP_parallel", "omp_pause_resource_all"))
     library.fquant_team(*(ctypes.cast(function, Pointer) for function in runtime))
     return library

@@ -267,6 +267,7 @@ EXPORT int64_t fquant_decode(int isa, int threads, const Packed *w, int64_t row,
     return run(available[isa].kernels.decode, &work, rows * pieces_of(width), 0, NULL, threads);
 }
 
+#include "pool.h"
 #include "matmul.h"
 
 /* x [m, in] · wᵀ to y [m, out], or x [m, out] · w to y [m, in]. If `room` is NULL but needed, return its bytes only. */
