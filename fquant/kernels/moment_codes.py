@@ -3,14 +3,16 @@
 A code is the number of thresholds that are not above the number, in the order of the table's values. So every backend
 gives the same code, by any computation. A *rounding* makes the thresholds of a format:
 
-    nearest   the nearest value; of two at the same distance the upper, and E4M3's even one. It is torchao's. Of the
-              dynamic maps of 8 bits thresholds are those of a formula, which differ from the middles between values by
-              1e-5 of their distance: a line in each decade.
+    nearest   the nearest value; of two at the same distance the upper, and E4M3's even one. Of the dynamic maps of 8
+              bits thresholds are those of a formula, which differ from the middles between values by 1e-5 of their
+              distance: a line in each decade. A mean of squares above zero never takes the code of zero, because a step
+              would divide by eps: it takes at least the least value above zero.
+    torchao   the same, but a mean of squares may become zero.
     grid      the value nearest to the nearest of 65536 points in [-1, 1], which is bitsandbytes' on the CPU. Numbers
               below 3e-5 share a point or two, and zeros become 1.5e-5. On CUDA bitsandbytes takes the nearest value.
 
-The scale of a block is max(absmax, 1e-12) / largest value of the table. With the grid it is the absmax, at least 1e-38
-in a short last block, which divides; other blocks are multiplied by the reciprocal.
+The scale of a block is absmax / largest value of the table. torchao's absmax is at least 1e-12, and the grid's at least
+1e-38 in a short last block, which divides; other blocks are multiplied by the reciprocal.
 """
 
 from collections.abc import Callable
@@ -26,8 +28,8 @@ from ..format.tables import dynamic_map
 from . import reference
 from .reference.codec import TINY
 
-ROUNDINGS = ("nearest", "grid")
-LEAST = {"nearest": 1e-12, "grid": 0.0}  # of the absmax of a block
+ROUNDINGS = ("nearest", "grid", "torchao")
+LEAST = {"nearest": 0.0, "grid": 0.0, "torchao": 1e-12}  # of the absmax of a block
 DECADES = 7
 # (bits of a float32 >> 16, less ORIGIN if above it) * SLOPE >> 16 is the segment of a number or the one below.
 ORIGIN, SLOPE = 13225, 166
@@ -68,6 +70,14 @@ class Cells(NamedTuple):
 def largest(format: Format) -> float:
     """Return the largest value of the table of ``format``, which is 1 in the scale's unit."""
     return max(x for x in format.table or (1.0,) if x == x)
+
+
+def floor(format: Format, rounding: str) -> float:
+    """Return the number, in units of the scale, to which smaller means of squares above zero are raised; 0.0: none."""
+    order, thresholds = codes(format, rounding)
+    assert format.table is not None
+    below = sum(format.table[i] <= 0 for i in order)
+    return thresholds[below - 1].item() if rounding == "nearest" and below else 0.0
 
 
 @lru_cache(maxsize=64)
@@ -165,8 +175,14 @@ def cells(format: Format, rounding: str) -> Cells | None:
     return Cells(torch.cat(found).to(torch.uint32), low, high)
 
 
-def scaled(x: Tensor, absmax: Tensor, format: Format, rounding: str, short: bool) -> tuple[Tensor, Tensor]:
-    """Return blocks x f32[blocks block] in units of their scale, and the scale f32[blocks]."""
+def scaled(
+    x: Tensor, absmax: Tensor, format: Format, rounding: str, short: bool, square: bool
+) -> tuple[Tensor, Tensor]:
+    """Return blocks x f32[blocks block] in units of their scale, and the scale f32[blocks].
+
+    ``square`` says that x are means of squares.
+    """
     scale = absmax.clamp(min=max(LEAST[rounding], TINY if short and rounding == "grid" else 0.0)) / largest(format)
     divisor = scale.clamp(min=TINY)[:, None]
-    return x / divisor if short and rounding == "grid" else x * (1.0 / divisor), scale
+    y = x / divisor if short and rounding == "grid" else x * (1.0 / divisor)
+    return torch.where(x > 0, y.clamp(min=floor(format, rounding)), y) if square else y, scale

@@ -15,7 +15,7 @@ gradient. A schedule gets the number of updates made before, so the first is ste
 
 from .adaptive import adam, adamw
 from .factored import FactoredState, adafactor
-from .moments import DYNAMIC4, DYNAMIC8, DYNAMIC8_GRID, FP8, Moments
+from .moments import DYNAMIC4, DYNAMIC8, DYNAMIC8_GRID, DYNAMIC8_TORCHAO, FP8, Moments
 from .momentum import lion, sgd
 from .optimizer import (
     RANGES,
@@ -33,7 +33,8 @@ from .partitioning import partition
 from .schedules import Rate, Schedule, constant, cosine, linear
 
 __all__ = [
-    "DYNAMIC4", "DYNAMIC8", "DYNAMIC8_GRID", "FP8", "RANGES", "AdamState", "FactoredState", "MomentumState", "Moments",
+    "DYNAMIC4", "DYNAMIC8", "DYNAMIC8_GRID", "DYNAMIC8_TORCHAO", "FP8", "RANGES", "AdamState", "FactoredState",
+    "MomentumState", "Moments",
     "Optimizer", "Rate", "Schedule", "adafactor", "adam", "adamw", "apply_updates", "chain", "clip_by_global_norm",
     "constant", "cosine", "global_norm", "linear", "lion", "muon", "partition", "sgd", "step",
 ]  # fmt: skip

@@ -88,7 +88,7 @@ class Moment(ctypes.Structure):
 
     _fields_ = _fields(
         (Pointer, "table planes thresholds order segments cells"), (Long, "block"), (ctypes.c_uint32, "low high"),
-        (Int, "bits has_sign grid"), (Float, "least top"),
+        (Int, "bits has_sign grid"), (Float, "least top floor"),
     )  # fmt: skip
 
 

@@ -91,7 +91,10 @@ def _described(
     formats: tuple[str, ...], rounding: str, rule: str, b1: float, b2: float, eps: float, decay: float, apply: bool
 ) -> Update | None:
     """Return the update without tensors; None if C has no codes of a format."""
-    found = [Moment(block=CHUNK, bits=32) if text == FLOAT32 else _moment(read(text), rounding) for text in formats]
+    found = [
+        Moment(block=CHUNK, bits=32) if text == FLOAT32 else _moment(read(text), rounding, square=i == 1)
+        for i, text in enumerate(formats)
+    ]
     moments = [moment for moment in found if moment is not None]
     if len(moments) < len(found):
         return None
@@ -104,12 +107,13 @@ def _described(
 
 
 @lru_cache(maxsize=64)
-def _moment(format: Format, rounding: str) -> Moment | None:
+def _moment(format: Format, rounding: str, square: bool) -> Moment | None:
     moment = Moment(block=format.block, bits=format.bits, grid=rounding == "grid")
     moment.least, moment.top = moment_codes.LEAST[rounding], moment_codes.largest(format)
+    moment.floor = moment_codes.floor(format, rounding) if square else 0.0
     table = torch.tensor(format.table, dtype=torch.float32, device="cpu")
     order, thresholds = moment_codes.codes(format, rounding)
-    parts = moment_codes.segments(format) if rounding == "nearest" else None
+    parts = moment_codes.segments(format) if rounding != "grid" else None
     moment.keep = tables = [table, thresholds, torch.tensor(order, dtype=torch.uint8, device="cpu")]
     if parts is not None:
         tables.append(torch.cat(parts[:4]))

@@ -82,7 +82,7 @@ def _check(op: str, grad: Tensor, param: Tensor, rates: Tensor, rounding: str, e
         if t.dtype not in FLOATS:
             raise TypeError(f"{op} got {name} {t.dtype} {tuple(t.shape)}; wanted f32, bf16 or f16")
     if rounding not in ROUNDINGS:
-        raise ValueError(f"{op} got the rounding {rounding!r}; wanted {' or '.join(ROUNDINGS)}")
+        raise ValueError(f"{op} got the rounding {rounding!r}; wanted one of {', '.join(ROUNDINGS)}")
     check_beside(op, "param", param, grad=(grad, tuple(param.shape), grad.dtype))
     many = tuple(param.shape[:1]) if rates.ndim > 1 else ()  # of dim 0, if it numbers updates
     one = tuple(param.shape[len(many) :])

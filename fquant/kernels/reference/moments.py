@@ -56,7 +56,7 @@ def adam_update(
     if mean_format == FLOAT32:
         change = (m / by1) / ((v / by2).double().sqrt().float() + eps)
     change = factor * (change if coupled else change + decay * p)
-    stored = _encoded(m, mean_format, rounding), _encoded(v, square_format, rounding)
+    stored = _encoded(m, mean_format, rounding), _encoded(v, square_format, rounding, square=True)
     return _result(param, change, apply, key, start), *stored[0], *stored[1]
 
 
@@ -97,18 +97,18 @@ def _decoded(codes: Tensor, scale: Tensor, format: str, like: Tensor) -> Tensor:
     return decode([codes, scale], Spec(read(format), tuple(like.shape), torch.float32), torch.float32)
 
 
-def _encoded(x: Tensor, text: str, rounding: str) -> tuple[Tensor, Tensor]:
+def _encoded(x: Tensor, text: str, rounding: str, square: bool = False) -> tuple[Tensor, Tensor]:
     if text == FLOAT32:
         return x.contiguous(), x.new_empty(0)
-    codes, scale = encode_moment(x.flatten(), format := read(text), rounding)
+    codes, scale = encode_moment(x.flatten(), format := read(text), rounding, square)
     return codes.view(x.shape) if format.bits == 8 else codes, scale
 
 
-def encode_moment(x: Tensor, format: Format, rounding: str) -> tuple[Tensor, Tensor]:
-    """Quantise a moment x f32[n] to codes u8[bytes] and scales f32[blocks]."""
+def encode_moment(x: Tensor, format: Format, rounding: str, square: bool = False) -> tuple[Tensor, Tensor]:
+    """Quantise a moment x f32[n], or a mean of squares, to codes u8[bytes] and scales f32[blocks]."""
     assert format.block is not None
     whole = len(x) // format.block * format.block
-    parts = [_blocks(part.unflatten(0, (-1, size)), format, rounding, size < format.block)
+    parts = [_blocks(part.unflatten(0, (-1, size)), format, rounding, size < format.block, square)
              for part, size in ((x[:whole], format.block), (x[whole:], len(x) - whole)) if len(part)]  # fmt: skip
     index, scale = (torch.cat(some) for some in zip(*parts, strict=True))
     assert len(scale) == num_blocks(format, len(x))
@@ -118,10 +118,10 @@ def encode_moment(x: Tensor, format: Format, rounding: str) -> tuple[Tensor, Ten
     return index, scale
 
 
-def _blocks(x: Tensor, format: Format, rounding: str, short: bool) -> Sequence[Any]:
+def _blocks(x: Tensor, format: Format, rounding: str, short: bool, square: bool) -> Sequence[Any]:
     from ..moment_codes import codes, scaled  # which has the grid of this package
 
     order, thresholds = codes(format, rounding)
-    y, scale = scaled(x, x.abs().amax(-1), format, rounding, short)
+    y, scale = scaled(x, x.abs().amax(-1), format, rounding, short, square)
     index = torch.bucketize(y, thresholds.to(y.device), right=True)
     return torch.tensor(order, dtype=torch.uint8, device=y.device)[index].flatten(), scale

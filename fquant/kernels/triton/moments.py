@@ -91,6 +91,8 @@ def _run(
         inputs = *inputs, key if key is None else key.contiguous(), kept
         pieces = triton.cdiv(n, size)
         numbers = n, pieces, first, b1, 1 - b1, b2, 1 - b2, eps, decay, moment_codes.LEAST[rounding], moment_codes.TINY
+        square = formats[1] if len(formats) > 1 else None
+        numbers = *numbers, 0.0 if square is None else moment_codes.floor(square, rounding)
         flags = RULES.index(rule), apply, rounding == "grid", DTYPES[results[0].dtype], (n + size) * count >= LONG
         flags = *flags, key is not None and apply and param.dtype is not torch.float32, many, kept is not None
         with on(param):
@@ -138,10 +140,13 @@ def _decoded(codes, scale, table, at, n, BITS: tl.constexpr, BLOCK: tl.constexpr
 
 @triton.jit
 def _encode(
-    x, codes, scale, thresholds, order, at, n, least, tiny,
+    x, codes, scale, thresholds, order, at, n, least, tiny, floor,
     BITS: tl.constexpr, BLOCK: tl.constexpr, TOP: tl.constexpr, GRID: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Store the codes and scales of the values x at ``at``, the SIZE elements of a program."""
+    """Store the codes and scales of the values x at ``at``, the SIZE elements of a program.
+
+    Numbers above zero are raised to ``floor``, in units of their scale.
+    """
     bits = tl.where(at < n, x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)
     top = tl.max(tl.reshape(bits, [SIZE // BLOCK, BLOCK]), 1).to(tl.float32, bitcast=True)[:, None]
     block = at - at % BLOCK
@@ -159,6 +164,7 @@ def _encode(
     part = y * tl.div_rn(tl.full([SIZE // BLOCK, 1], 1.0, tl.float32), divisor)
     if GRID:
         part = tl.where(last, tl.div_rn(y, tl.broadcast_to(divisor, y.shape)), part)
+    part = tl.where((y > 0) & (part < floor), floor, part)
     part = tl.reshape(part, [SIZE])
     index = tl.zeros([SIZE], tl.int32)
     for level in tl.static_range(BITS):
@@ -199,7 +205,7 @@ def _drawn(x, word, OUT: tl.constexpr):
 def _update(
     grad, param, out, rates, key, active, codes, scale, new_codes, new_scale, table, thresholds, order,
     codes2, scale2, new_codes2, new_scale2, table2, thresholds2, order2,
-    n, pieces, first, b1, rest1, b2, rest2, eps, decay, least, tiny,
+    n, pieces, first, b1, rest1, b2, rest2, eps, decay, least, tiny, floor,
     BITS: tl.constexpr, BLOCK: tl.constexpr, TOP: tl.constexpr, BITS2: tl.constexpr, BLOCK2: tl.constexpr,
     TOP2: tl.constexpr, RULE: tl.constexpr, APPLY: tl.constexpr, GRID: tl.constexpr, OUT: tl.constexpr,
     LONG: tl.constexpr, DRAWN: tl.constexpr, MANY: tl.constexpr, GATED: tl.constexpr, SIZE: tl.constexpr,
@@ -239,7 +245,10 @@ def _update(
                 v = tl.where(tl.load(active + number) != 0, v, old2)
             tl.store(new_codes2 + at, v, mask=at < n)
         else:
-            _encode(v, new_codes2, new_scale2, thresholds2, order2, at, n, least, tiny, BITS2, BLOCK2, TOP2, GRID, SIZE)
+            _encode(
+                v, new_codes2, new_scale2, thresholds2, order2, at, n, least, tiny, floor, BITS2, BLOCK2, TOP2, GRID,
+                SIZE,
+            )  # fmt: skip
     elif RULE == LION:
         lean = b1 * m + rest1 * g
         sign = tl.where(lean > 0, 1.0, tl.where(lean < 0, -1.0, tl.where(lean == 0, 0.0, lean)))
@@ -269,4 +278,4 @@ def _update(
     if BITS == 32:
         tl.store(new_codes + at, m, mask=at < n)
     else:
-        _encode(m, new_codes, new_scale, thresholds, order, at, n, least, tiny, BITS, BLOCK, TOP, GRID, SIZE)
+        _encode(m, new_codes, new_scale, thresholds, order, at, n, least, tiny, 0.0, BITS, BLOCK, TOP, GRID, SIZE)

@@ -7,11 +7,12 @@ import pytest
 import torch
 
 from fquant import dequantize, optim, tree
-from fquant.format import DYNAMIC8, FP8, INT8, MOMENT8, MOMENT8_UNSIGNED, NF4
+from fquant.format import DYNAMIC8, FP8, INT8, MOMENT4, MOMENT8, MOMENT8_UNSIGNED, NF4
 from fquant.io import safetensors
 from fquant.kernels.moment_codes import codes
 from fquant.kernels.reference import encode_moment
 from fquant.packed import Packed
+from tests.helpers.formats import forced
 from tests.helpers.optim.runs import leaf, normal, ours, theirs
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
@@ -52,7 +53,11 @@ def test_fifty_steps_equal_bitsandbytes(opt, peer):
     assert error.mean() < 6e-6 and error.max() < 2e-3
 
 
-TORCHAO = {"8": (optim.DYNAMIC8, "AdamW8bit"), "4": (optim.DYNAMIC4, "AdamW4bit"), "fp8": (optim.FP8, "AdamWFp8")}
+TORCHAO = {
+    "8": (optim.DYNAMIC8_TORCHAO, "AdamW8bit"),
+    "4": (replace(optim.DYNAMIC4, rounding="torchao"), "AdamW4bit"),
+    "fp8": (replace(optim.FP8, rounding="torchao"), "AdamWFp8"),
+}
 
 
 @pytest.mark.slow  # torchao compiles its step
@@ -88,7 +93,7 @@ def test_codes_equal_torchao(bits, signed):
     assert torch.equal(torch.tensor(format.table), table)
     x = normal("x", (64 * format.block,), 1e-3) * torch.exp(3 * normal("size", (64 * format.block,), 1.0))
     x = x if signed else x.square()
-    got, scale = encode_moment(x, format, "nearest")
+    got, scale = encode_moment(x, format, "torchao", square=not signed)
     part, wanted = utils.scale_tensor(x, format.block)
     want = getattr(utils, f"quantize_{bits}bit_with_qmap")(part, table)
     got = got if bits == "8" else torch.stack([got >> 4, got & 15], -1).flatten()
@@ -121,6 +126,52 @@ def test_parameters_stay_near_those_of_float32(opt, peer, moments, most):
     got, _ = ours(opt(moments), params, gradients)
     want, _ = theirs(peer, params, gradients)
     assert (got["w"] - want["w"]).abs().mean() < most * (want["w"] - params["w"]).abs().mean()
+
+
+def uneven(kind, size):
+    """Return 100 gradients f32[32 250]: one column is ``size`` times as large, or a row has one in 16 steps."""
+    each = [normal(f"uneven {i}", (32, 250), 1e-3) for i in range(100)]
+    if kind != "rows":
+        for g in each:
+            g[:, 7] *= size
+    if kind != "column":
+        each = [g * (torch.arange(32) % 16 == i % 16)[:, None] for i, g in enumerate(each)]
+    return [{"w": g} for g in each]
+
+
+UNEVEN = [("rows", 1), *(("column", size) for size in (1, 300, 3e3, 1e5)), ("both", 300), ("both", 1e5)]
+
+
+@pytest.mark.parametrize(("kind", "size"), UNEVEN)
+def test_no_element_leaves_float32_by_more_than_six_mean_movements(kind, size):
+    """bitsandbytes stays below as well, and torchao's rounding does not."""
+    params, gradients = {"w": normal("w", (32, 250), 0.02)}, uneven(kind, size)
+    want = ours(optim.adamw(1e-3), params, gradients)[0]["w"]
+    movement = (want - params["w"]).abs().mean()
+    distance = lambda got: float((got["w"] - want).abs().max() / movement)
+    peer, _ = theirs(lambda p: bnb.AdamW8bit(p, 1e-3), params, gradients)
+    assert distance(peer) < 6
+    both = optim.Moments(MOMENT8, MOMENT8)
+    for moments in (optim.DYNAMIC8, GRID, optim.FP8, optim.DYNAMIC4, both):
+        assert distance(ours(optim.adamw(1e-3, moments=moments), params, gradients)[0]) < 6, moments
+    if size > 1000:
+        assert distance(ours(optim.adamw(1e-3, moments=optim.DYNAMIC8_TORCHAO), params, gradients)[0]) > 100
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_a_mean_of_squares_above_zero_stays_above_zero(backend):
+    """Zeros stay zeros, and the numbers that share the block do not matter."""
+    table = tuple(i / 7 for i in range(-8, 8))
+    with_zero = replace(optim.DYNAMIC4.signed, name="fifteenths", table=tuple(i / 15 for i in range(16)))
+    formats = (MOMENT8, MOMENT8_UNSIGNED, optim.FP8.signed, replace(MOMENT4, name="sevenths", table=table), with_zero)
+    grads = {"w": torch.cat([torch.logspace(-17, 15, 300), torch.zeros(40)])}  # of squares that float32 holds
+    params = {"w": torch.zeros(340)}
+    for format in formats:
+        made = optim.adamw(1e-3, moments=optim.Moments(MOMENT8, format))
+        with forced(backend):
+            _, state = optim.step(made, grads, made.init(params), params)
+        square = dequantize(state.square["w"])
+        assert (square[:300] > 0).all() and not square[300:].any(), format
 
 
 def test_adam_is_that_of_torch():
@@ -189,7 +240,7 @@ BAD = {
         lambda: optim.sgd(0.1, 0.9, moments=MOMENT8_UNSIGNED), ValueError,
         "signed: moment8_unsigned has no values below zero, and a mean of gradients has a sign; use a signed format",
     ),
-    "rounding": (lambda: replace(GRID, rounding="up"), ValueError, "rounding: got 'up', wanted 'nearest' or 'grid'"),
+    "rounding": (lambda: replace(GRID, rounding="up"), ValueError, "rounding: got 'up', wanted one of 'nearest', 'gr"),
     "grid": (lambda: replace(optim.DYNAMIC4, rounding="grid"), ValueError, "moment4: the grid is of 8 bits"),
     "min_size": (lambda: replace(GRID, min_size=-1), ValueError, "min_size: got -1, wanted a number of elements"),
     "sgd": (lambda: optim.sgd(0.1, moments=MOMENT8), ValueError, "moments: got momentum 0.0, which needs no moments"),

@@ -74,16 +74,22 @@ INLINE Bits NAME(e4m3)(Lanes v) {
     return code | (((Bits)v >> 24 & 0x80) & (Bits)((Ints)code > 0));
 }
 
+/* Numbers x in units of their scale, v, raised to `floor` if x is above zero. */
+INLINE Lanes NAME(raised)(Lanes x, Lanes v, float floor) {
+    return NAME(either)((Bits)((x > 0) & (v < floor)), floor - (Lanes){0}, v);
+}
+
 /* Encode n numbers of a block, filled up to whole vectors. */
 INLINE void NAME(encode8)(const Moment *m, const float *x, int64_t n, const Lanes by, const int divides,
-                          uint8_t *codes, const int kind, const int has_sign) {
+                          uint8_t *codes, const int kind, const int has_sign, const int raises) {
     Bits four[4] = {{0}};
     uint8_t few[4 * LANES];
 #define ENCODED(at, to)                                                                              \
     {                                                                                                \
-        Lanes v;                                                                                     \
-        memcpy(&v, at, sizeof v);                                                                    \
-        v = divides ? v / by : v * by;                                                               \
+        Lanes w, v;                                                                                  \
+        memcpy(&w, at, sizeof w);                                                                    \
+        v = divides ? w / by : w * by;                                                               \
+        if (raises) v = NAME(raised)(w, v, m->floor);                                                \
         to = kind == SEGMENTS ? NAME(by_segment)(m, v, has_sign)                                     \
            : kind == FP8_CODES ? NAME(e4m3)(v) : NAME(by_cell)(m, v, has_sign);                      \
     }
@@ -103,8 +109,9 @@ static void NAME(encode4)(const Moment *m, const float *x, int64_t n, const Lane
     for (int64_t i = 0; i < n; i += 4 * LANES) {
         Bits four[4] = {{0}};
         UNROLLED(k, 4) if (i + k * LANES < n) {
-            Lanes v;
-            memcpy(&v, x + i + k * LANES, sizeof v), v = v * by;
+            Lanes w, v;
+            memcpy(&w, x + i + k * LANES, sizeof w), v = w * by;
+            if (m->floor > 0) v = NAME(raised)(w, v, m->floor);
             UNROLLED(j, 15) four[k] -= (Bits)(v >= m->thresholds[j]);
         }
         NAME(narrow4)(four, index + i);
@@ -123,10 +130,10 @@ static void NAME(encode_block)(const Moment *m, const State *s, int64_t at, int6
     Lanes by = (divides ? divisor : 1.0f / divisor) - (Lanes){0};
     s->new_scale[at / m->block] = scale;
     if (m->bits == 4) NAME(encode4)(m, x, n, by, codes);
-    else if (m->segments && m->has_sign) NAME(encode8)(m, x, n, by, 0, codes, SEGMENTS, 1);
-    else if (m->segments) NAME(encode8)(m, x, n, by, 0, codes, SEGMENTS, 0);
-    else if (!m->cells) NAME(encode8)(m, x, n, by, 0, codes, FP8_CODES, 1);
-    else NAME(encode8)(m, x, n, by, divides, codes, CELLS, m->has_sign);
+    else if (m->segments && m->has_sign) NAME(encode8)(m, x, n, by, 0, codes, SEGMENTS, 1, m->floor > 0);
+    else if (m->segments) NAME(encode8)(m, x, n, by, 0, codes, SEGMENTS, 0, 1);
+    else if (!m->cells) NAME(encode8)(m, x, n, by, 0, codes, FP8_CODES, 1, m->floor > 0);
+    else NAME(encode8)(m, x, n, by, divides, codes, CELLS, m->has_sign, m->floor > 0);
 }
 
 /* Round n floats stochastically to bf16 or f16, and store them from out + at, as stochastic_rounding.py does. */

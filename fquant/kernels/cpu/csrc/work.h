@@ -170,7 +170,7 @@ typedef struct {
     int64_t block;
     uint32_t low, high;       /* of the cells; or ORIGIN and SLOPE of the segments */
     int32_t bits, has_sign, grid; /* has_sign: magnitude 0 of the segments is code 127; grid: bitsandbytes' scales */
-    float least, top;         /* of an absmax; and the largest value of the table */
+    float least, top, floor;  /* of an absmax; the largest value of the table; to which numbers above zero are raised */
 } Moment;
 /* Of 32 bits codes are floats, and there are no scales. */
 typedef struct { const uint8_t *codes; const float *scale; uint8_t *new_codes; float *new_scale; } State;

@@ -49,6 +49,7 @@ def test_c_has_the_bits_of_the_reference(rule, formats, shape, dtype, apply, isa
             run(rule, FORMATS[formats], shape, dtype, "nearest", apply, same, key=3)
         if formats == "8":
             run(rule, FORMATS[formats], shape, dtype, "grid", apply, same)
+            run(rule, FORMATS[formats], shape, dtype, "torchao", apply, same)
 
 
 @built
@@ -188,7 +189,7 @@ BAD = {
     "scale": (lambda: call(state=(CODES, SCALE.half())), TypeError, "got scale torch.float16"),
     "rates": (lambda: call(rates=torch.zeros(2)), ValueError, "got rates (2,)"),
     "rule": (lambda: call(rule="adam"), ValueError, "got the rule 'adam'; wanted one of sgd, nesterov, lion, mean"),
-    "rounding": (lambda: call(rounding="up"), ValueError, "got the rounding 'up'; wanted nearest or grid"),
+    "rounding": (lambda: call(rounding="up"), ValueError, "got the rounding 'up'; wanted one of nearest, grid"),
     "rows": (lambda: call(format=NF4), ValueError, "got a moment in nf4; wanted a flat format"),
     "centre": (lambda: call(format=DYNAMIC8), ValueError, "got a moment in dynamic8; wanted a flat format"),
     "table": (lambda: call(format=INT8), ValueError, "got a moment in int8; wanted a flat format"),

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.xdist_group("interpreter")
 @pytest.mark.parametrize("rule", RULES)
 @interpreted
 def test_it_has_the_bits_of_the_reference(device, rule, formats, shape, dtype, apply):
-    kinds = [("nearest", None), ("grid", None)] if formats == "8" else [("nearest", None)]
+    kinds = [("nearest", None), ("grid", None), ("torchao", None)] if formats == "8" else [("nearest", None)]
     for rounding, key in [*kinds, ("nearest", 3)] if apply else kinds:
         given = steps(rule, FORMATS[formats], shape, dtype, rounding, apply, count=2, key=key)
         name, args = next(given)
