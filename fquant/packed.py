@@ -133,7 +133,8 @@ def quantize(w: Tensor | Lazy, format: Format, importance: Tensor | None = None)
 def unchecked(w: Tensor, format: Format, draws: Tensor | None = None) -> Packed:
     """Quantise ``w`` f[... out in] without a look at its values, for a trace: a block that is not finite is NaN.
 
-    With ``draws`` f32[... out in], uniform in [0, 1), integers are rounded up with the probability of the rest.
+    With ``draws`` f32[... out in], uniform in [0, 1), integers are rounded up with the probability of the rest, and
+    scales cover their blocks, so that no value is beyond the table.
 
     Blocks so small that kernels lose them may become zeros (``quantizers.tiny_blocks``).
     """
@@ -160,7 +161,7 @@ def _quantize(
         codes, absmax = tiny_blocks.encode(rows, format) if checks else packed_ops.encode(rows, format)
         top = validate.largest(given, absmax, format) if checks else 0.0
     else:
-        absmax, zero = round_to_nearest.scales(rows, format)
+        absmax, zero = round_to_nearest.scales(rows, format, covers=draws is not None)
         top = validate.largest(given, absmax, format) if checks else 0.0
     scale = by_rows(absmax) if format.scale is None else _quantize(by_rows(absmax), format.scale, None, True, checks)
     if format.vectors is None and not format.in_absmax:

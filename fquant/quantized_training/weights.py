@@ -126,7 +126,11 @@ def apply_updates(
 
 
 def stochastic_quantize(w: Tensor, format: Format, key: Tensor, first: int = 0) -> Packed:
-    """Quantise ``w`` f[out in] with scales as :func:`fquant.quantize`, rounding up with the probability of the rest.
+    """Quantise ``w`` f[out in], rounding each value up with the probability of the rest.
+
+    The mean over keys is ``w``, also at the extremes of a block. So scales cover their blocks: those of INT3, INT2 and
+    formats with zero points are up to 1.5 times as large as :func:`fquant.quantize`'s, and others are equal to them.
+    Values below 1.2e-38 may become zeros.
 
     ``first`` is the number of the first row in the whole weight. No value is read: a row that is not finite has a scale
     that is not. Raises ValueError for a format that cannot be trained.

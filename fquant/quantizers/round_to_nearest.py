@@ -18,7 +18,12 @@ and its table decides the code of y = x / scale:
     E4M3, E5M2, E2M1           the nearest, halves to the even code; larger than the largest is the largest
     others                     the nearest, halves to the smaller value
 
-So 0 is exact in every table that has it. A block of zeros has scale 0, or 2^-126 if scales are powers of two. Other
+Stochastic rounding is unbiased only between two values of the table. So its scales *cover* a block, the extremes
+included: the unit is at most the largest value with both signs, a power of two is doubled if the absmax is beyond the
+table, and a zero point has n values below it, with the least scale = max(-lo / n, hi / (steps - n)). Blocks whose
+values are in the table of a scale and a zero point have no larger scale. So rounding again changes nothing on average.
+
+0 is exact in every table that has it. A block of zeros has scale 0, or 2^-126 if scales are powers of two. Other
 scales are at least 2^-126, the least normal float32.
 Integers as in Jacob et al. 2018, section 3, and equal to torchao's ``choose_qparams_affine`` and ``quantize_affine``.
 Powers of two as in OCP Microscaling Formats v1.0, section 6.3. E4M3 and E5M2 saturate, as in Micikevicius et al. 2022.
@@ -45,8 +50,8 @@ LEAST_MEAN = 1e-5
 FLOAT8 = {E4M3: torch.float8_e4m3fn, E5M2: torch.float8_e5m2}
 
 
-def scales(rows: Tensor, format: Format) -> tuple[Tensor, Tensor | None]:
-    """Return the scales and zero points of ``rows`` f[rows width].
+def scales(rows: Tensor, format: Format, covers: bool = False) -> tuple[Tensor, Tensor | None]:
+    """Return the scales and zero points of ``rows`` f[rows width]; if ``covers``, no value is beyond the table.
 
     A scale is NaN or infinite where ``rows`` are. Raises ValueError for a table without a recipe.
     """
@@ -54,7 +59,7 @@ def scales(rows: Tensor, format: Format) -> tuple[Tensor, Tensor | None]:
     if format.mean and format.shared:
         mean = rows.float().abs().mean().clamp(min=LEAST_MEAN)
         return mean.repeat(rows.shape[0], num_blocks(format, rows.shape[1])), None
-    parts = [_scales(part, format) for part in _chunks(rows)]
+    parts = [_scales(part, format, covers) for part in _chunks(rows)]
     scale = torch.cat([scale for scale, _ in parts])
     if format.shared:
         scale = scale.amax().repeat(scale.shape)  # a copy: one element of stride 0 is contiguous to torch
@@ -64,7 +69,7 @@ def scales(rows: Tensor, format: Format) -> tuple[Tensor, Tensor | None]:
 def codes(rows: Tensor, scale: Tensor, zero: Tensor | None, format: Format, draws: Tensor | None = None) -> Tensor:
     """Return the codes of ``rows`` f[rows width], given the scales and zero points f32[rows blocks] of their blocks.
 
-    With ``draws`` f32[rows width] in [0, 1) an integer is floor(y + zero + draw).
+    With ``draws`` f32[rows width] in [0, 1) an integer is floor(y + draw) + zero, computed exactly.
     """
     zeros = torch.zeros_like(scale) if zero is None else zero
     sizes = [len(part) for part in _chunks(rows)]
@@ -100,7 +105,7 @@ def _blocks(rows: Tensor, format: Format) -> Tensor:
     return F.pad(rows.float(), (0, count * block - width)).unflatten(1, (count, block))
 
 
-def _scales(rows: Tensor, format: Format) -> tuple[Tensor, Tensor]:
+def _scales(rows: Tensor, format: Format, covers: bool) -> tuple[Tensor, Tensor]:
     """Return the scales of some rows, and their zero points, which are 0 for a format without them."""
     x, values = _blocks(rows, format), _finite(format)
     absmax = x.abs().amax(-1)
@@ -110,6 +115,8 @@ def _scales(rows: Tensor, format: Format) -> tuple[Tensor, Tensor]:
     if format.zero:
         first, last = values[0], values[-1]
         low, high = x.amin(-1).clamp(max=0.0), x.amax(-1).clamp(min=0.0)
+        if covers:
+            return _covering(low, high, first, last)
         scale = _at_least_tiny(_over(high - low, last - first))
         return scale, (first - torch.round(low / scale.clamp(min=TINY))).clamp(first, last)
     if format.mean:
@@ -122,8 +129,25 @@ def _scales(rows: Tensor, format: Format) -> tuple[Tensor, Tensor]:
         down = math.frexp(largest)[1]  # absmax is [1/2, 1) · 2^exponent, and the largest [1/2, 1) · 2^down
         power = (torch.frexp(absmax).exponent - down).clamp(min=LEAST_POWER)
         scale = torch.ldexp(torch.ones_like(absmax), power.where(absmax > 0, LEAST_POWER))
+        scale = torch.where(absmax > largest * scale, 2 * scale, scale) if covers else scale
         return scale.where(absmax.isfinite(), absmax), zero
-    return _at_least_tiny(_over(absmax, format.unit or largest)), zero
+    unit = format.unit or largest
+    return _at_least_tiny(_over(absmax, min(unit, largest) if covers else unit)), zero
+
+
+def _covering(low: Tensor, high: Tensor, first: float, last: float) -> tuple[Tensor, Tensor]:
+    """Return the least scales with a zero point, a value of the table, such that low <= 0 <= high are within the table.
+
+    Either low or high is a value of the table then.
+    """
+    most = last - first
+    below = torch.floor(-low / _over(high - low, most).clamp(min=TINY))
+    part = lambda x, n: torch.where(x == 0, 0.0, x / n.clamp(min=0.0))  # infinite if there are no values for x
+    counts = below.clamp(max=most), (below + 1).clamp(max=most)
+    each = [(torch.maximum(part(-low, n), part(high, most - n)), n) for n in counts]
+    (scale, n), (other, more) = each
+    scale, n = torch.minimum(scale, other), torch.where(other < scale, more, n)
+    return _at_least_tiny(scale), (first + n).clamp(first, last)
 
 
 def _over(x: Tensor, number: float) -> Tensor:
@@ -140,7 +164,7 @@ def index(rows: Tensor, scale: Tensor, zero: Tensor, draws: Tensor | None, forma
         y = x * (1.0 / scale.clamp(min=TINY))[..., None]
     if format.integers is not None:
         first, last = format.integers
-        y = torch.round(y) if draws is None else torch.floor(y + _blocks(draws, format))
+        y = torch.round(y) if draws is None else _drawn(y, _blocks(draws, format))
         index = ((y + zero[..., None]).clamp(first, last).nan_to_num() - first).to(torch.uint8)
     elif table in FLOAT8:
         largest = max(_finite(format))
@@ -155,6 +179,11 @@ def index(rows: Tensor, scale: Tensor, zero: Tensor, draws: Tensor | None, forma
         at = torch.bucketize(y.contiguous(), middles.to(y.device), out_int32=True)
         index = torch.tensor(order, dtype=torch.uint8, device=y.device)[at]
     return index.flatten(1)[:, :width]
+
+
+def _drawn(y: Tensor, draws: Tensor) -> Tensor:
+    below = torch.floor(y)
+    return below + (draws >= 1 - (y - below))  # y - below is exact, and y + draws would not be
 
 
 def _at_least_tiny(scale: Tensor) -> Tensor:
