@@ -133,8 +133,8 @@ def quantize(w: Tensor | Lazy, format: Format, importance: Tensor | None = None)
 def unchecked(w: Tensor, format: Format, draws: Tensor | None = None) -> Packed:
     """Quantise ``w`` f[... out in] without a look at its values, for a trace: a block that is not finite is NaN.
 
-    With ``draws`` f32[... out in], uniform in [0, 1), integers are rounded up with the probability of the rest, and
-    scales cover their blocks, so that no value is beyond the table.
+    With ``draws`` f32[... out in], uniform in [0, 1), integers are rounded up with the probability of the rest. Scales
+    then cover their blocks, so that no value is beyond the table.
 
     Blocks so small that kernels lose them may become zeros (``quantizers.tiny_blocks``).
     """

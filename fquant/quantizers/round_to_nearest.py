@@ -19,9 +19,9 @@ and its table decides the code of y = x / scale:
     others                     the nearest, halves to the smaller value
 
 Stochastic rounding is unbiased only between two values of the table. So its scales *cover* a block, the extremes
-included: the unit is at most the largest value with both signs, a power of two is doubled if the absmax is beyond the
-table, and a zero point has n values below it, with the least scale = max(-lo / n, hi / (steps - n)). Blocks whose
-values are in the table of a scale and a zero point have no larger scale. So rounding again changes nothing on average.
+included. The unit is at most the largest value with both signs. A power of two is doubled if the absmax is beyond the
+table. A zero point has n values below it, where n gives the least scale = max(-lo / n, hi / (steps - n)). If a scale
+covers a block, the covering scale is not larger. So rounding again does not make scales grow.
 
 0 is exact in every table that has it. A block of zeros has scale 0, or 2^-126 if scales are powers of two. Other
 scales are at least 2^-126, the least normal float32.
