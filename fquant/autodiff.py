@@ -29,6 +29,7 @@ from torch._C._functorch import (
 from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 
+from . import tree
 from .device import HOST
 
 
@@ -149,3 +150,13 @@ def in_dual_level() -> bool:
 def is_dual(t: Tensor) -> bool:
     """Return True if ``t`` has a tangent in a ``dual_level``."""
     return in_dual_level() and forward_ad.unpack_dual(t).tangent is not None
+
+
+def check_floats(x: Any, fix: str, allow_complex: bool = True) -> None:
+    """Raise TypeError, naming the path, unless every leaf is a float tensor, or a complex one if these are allowed."""
+    for path, leaf in tree.items(x):
+        is_tensor = isinstance(leaf, torch.Tensor)
+        if not is_tensor or not (leaf.is_floating_point() or (allow_complex and leaf.is_complex())):
+            got = str(leaf.dtype).removeprefix("torch.") if is_tensor else type(leaf).__name__
+            with tree.at(path):
+                raise TypeError(f"got {got}, wanted a float tensor; {fix}")

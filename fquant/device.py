@@ -13,6 +13,7 @@ gives to each process of a machine. So all ranks get the same text, and no two s
 
 import os
 import warnings
+from numbers import Integral
 
 import torch
 from torch import Tensor
@@ -79,3 +80,8 @@ def why_no_cuda() -> str:
 
 def _named(count: int) -> str:
     return f"{count} CUDA device" + "s" * (count != 1)
+
+
+def is_integer(x: object) -> bool:
+    """Return True for an int, an integer of NumPy, or a symbolic one; a bool is none."""
+    return isinstance(x, int | torch.SymInt | Integral) and not isinstance(x, bool)

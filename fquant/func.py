@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from . import tree
+from .autodiff import check_floats
 
 
 def _checked(transform: Callable[..., Any]) -> Callable[..., Any]:
@@ -47,4 +47,4 @@ def jvp(f: Callable[..., Any], primals: tuple[Any, ...], tangents: tuple[Any, ..
 def check(x: Any) -> None:
     """Raise TypeError, naming the path, unless every leaf of ``x`` is a float tensor."""
     fix = "differentiate a tree of floats (adapters from fquant.lora.init)"
-    tree.check_floats(x, f"{fix} and pass quantised weights as another argument")
+    check_floats(x, f"{fix} and pass quantised weights as another argument")

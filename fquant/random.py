@@ -16,12 +16,15 @@ normals differ by the rounding of its log and cos.
 """
 
 import math
+from numbers import Real
 
 import torch
 from einops import rearrange
 from torch import Tensor
 
+from .device import is_integer
 from .kernels.ops import random_bits
+from .tree import expect
 
 
 def key(seed: int | Tensor) -> Tensor:
@@ -53,6 +56,7 @@ def bits(key: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 def uniform(key: Tensor, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
     """Draw uniforms in [0, 1), on the grid of ``dtype`` just below one: 24 bits for float32, 8 for bfloat16."""
+    _check_dtype(dtype)
     digits = 1 - round(math.log2(torch.finfo(dtype).eps))
     if digits <= 32:
         return (bits(key, shape) >> (32 - digits)).to(dtype) * 2.0**-digits
@@ -62,6 +66,7 @@ def uniform(key: Tensor, shape: tuple[int, ...], dtype: torch.dtype = torch.floa
 
 def normal(key: Tensor, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
     """Draw standard normals by Box and Muller in at least float32; none exceeds 6.7, because words have 32 bits."""
+    _check_dtype(dtype)
     size = math.prod(_drawn(key, shape))
     words = rearrange(random_bits.bits(key, (size + size % 2,)), "... (pair two) -> two ... pair", two=2)
     first, second = words.to(torch.promote_types(dtype, torch.float32)).unbind()
@@ -74,13 +79,13 @@ def normal(key: Tensor, shape: tuple[int, ...], dtype: torch.dtype = torch.float
 
 def kaiming_uniform(key: Tensor, shape: tuple[int, ...], fan_in: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Draw uniforms in [-1, 1) / sqrt(fan_in): torch's ``kaiming_uniform_(a=sqrt(5))``, as nn.Linear and LoRA do."""
-    if fan_in < 1:
-        raise ValueError(f"fan_in: got {fan_in}, wanted at least 1")
+    _check_count("fan_in", fan_in, 1)
     return (2 * uniform(key, shape, dtype) - 1) * fan_in**-0.5
 
 
 def bernoulli(key: Tensor, p: float, shape: tuple[int, ...]) -> Tensor:
     """Draw bools of ``shape``, True with probability ``p`` in [0, 1], to 32 bits."""
+    expect(isinstance(p, Real), f"p: got {p!r}, wanted a probability in [0, 1]", TypeError)
     if not 0.0 <= p <= 1.0:
         raise ValueError(f"p: got {p}, wanted a probability in [0, 1]")
     return random_bits.bernoulli(key, round(p * 2**32), _drawn(key, shape))
@@ -99,6 +104,7 @@ def dropout(x: Tensor, p: float | Tensor, key: Tensor) -> Tensor:
         scale = (1.0 / (1.0 - p)).to(torch.promote_types(x.dtype, torch.float32))
         is_kept = bits(key, x.shape) < ((1.0 - p) * 2**32).round().long()
         return torch.where(is_kept, (x * scale).to(x.dtype), 0.0)
+    expect(isinstance(p, Real), f"p: got {p!r}, wanted a probability in [0, 1)", TypeError)
     if not 0.0 <= p < 1.0:
         raise ValueError(f"p: got {p}, wanted a probability in [0, 1)")
     if p == 0.0:
@@ -108,8 +114,7 @@ def dropout(x: Tensor, p: float | Tensor, key: Tensor) -> Tensor:
 
 def permutation(key: Tensor, n: int) -> Tensor:
     """Draw a random order of 0 ... n - 1, int64 [*key n]."""
-    if n < 0:
-        raise ValueError(f"n: got {n}, wanted at least 0")
+    _check_count("n", n, 0)
     high, low = bits(key, (*key.shape, n, 2)).unbind(-1)  # 63 bits, so that ties do not occur
     return torch.argsort(((high >> 1) << 32) | low, dim=-1)
 
@@ -126,6 +131,9 @@ def _hash(name: str) -> int:
 def _drawn(key: Tensor, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the shape that each key draws."""
     _check_key(key)
+    is_shape = isinstance(shape, tuple | list) and all(map(is_integer, shape))
+    expect(is_shape, f"shape: got {shape!r}, wanted a tuple of ints, such as (2, 3)", TypeError)
+    expect(all(n >= 0 for n in shape), f"shape: got {tuple(shape)}, wanted sizes of at least 0")
     if key.shape != tuple(shape)[: key.ndim]:
         raise ValueError(f"key: shape {tuple(key.shape)} does not lead {tuple(shape)}; use fold to give it that shape")
     return tuple(shape)[key.ndim :]
@@ -137,9 +145,19 @@ def _check_key(key: Tensor) -> None:
         raise TypeError(f"key: got {got}, wanted an int64 tensor; use fquant.random.key(seed)")
 
 
+def _check_dtype(dtype: torch.dtype) -> None:
+    is_float = isinstance(dtype, torch.dtype) and dtype.is_floating_point
+    expect(is_float, f"dtype: got {dtype!r}, wanted a float dtype, such as torch.float32", TypeError)
+
+
+def _check_count(name: str, n: int, least: int) -> None:
+    expect(is_integer(n), f"{name}: got {n!r}, wanted an int", TypeError)
+    expect(n >= least, f"{name}: got {n}, wanted at least {least}")
+
+
 def _int64(name: str, x: int, wanted: str) -> int:
-    if not isinstance(x, int) or isinstance(x, bool):
+    if not is_integer(x):
         raise TypeError(f"{name}: got {type(x).__name__}, wanted {wanted}")
     if not -(2**63) <= x < 2**63:
         raise ValueError(f"{name}: got {x}, wanted an integer of 64 bits with a sign")
-    return x
+    return int(x)

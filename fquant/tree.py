@@ -184,13 +184,22 @@ def map_with_path(f: Callable[[str, Any], Any], tree: Any, is_leaf: Callable[[An
     return pytree.tree_map_with_path(call, tree, is_leaf=is_leaf)
 
 
+def compiled(name: str, pattern: str) -> re.Pattern[str]:
+    """Return a regular expression; raise TypeError or ValueError, with the ``name`` of the argument, for none."""
+    try:
+        return re.compile(pattern)
+    except (re.error, TypeError) as error:
+        fault = f"{name}: {pattern!r} is no regular expression: {error}; correct it"
+        raise (ValueError if isinstance(pattern, str) else TypeError)(fault) from None
+
+
 def map_at(pattern: str, f: Callable[[Any], Any], tree: Any) -> Any:
     """Replace every subtree whose whole path matches the regular expression ``pattern`` by ``f(subtree)``.
 
     The outermost match wins, and its inside is not visited. Raises ValueError if nothing matches. An error of ``f`` is
     raised with the path in front.
     """
-    rule, found = re.compile(pattern), []
+    rule, found = compiled("pattern", pattern), []
 
     def visit(prefix: tuple[str, ...], x: Any) -> Any:
         path = ".".join(prefix)
@@ -243,6 +252,7 @@ def _kind(x: Any) -> Any:
 
 def get(tree: Any, path: str) -> Any:
     """Return the subtree at ``path``; raise KeyError with the part that is missing and the names that exist there."""
+    expect(isinstance(path, str), f"path: got {path!r}; wanted a str, such as 'layers.0.q'", TypeError)
     rest, x = path + "." if path else "", tree
     while rest:
         inner = children(x) or []
@@ -282,16 +292,6 @@ def expect(condition: object, message: str, error: type[Exception] = ValueError)
     """Raise ``error(message)`` unless the ``condition`` is true."""
     if not condition:
         raise error(message)
-
-
-def check_floats(tree: Any, fix: str, allow_complex: bool = True) -> None:
-    """Raise TypeError, naming the path, unless every leaf is a float tensor, or a complex one if these are allowed."""
-    for path, leaf in items(tree):
-        is_tensor = isinstance(leaf, torch.Tensor)
-        if not is_tensor or not (leaf.is_floating_point() or (allow_complex and leaf.is_complex())):
-            got = str(leaf.dtype).removeprefix("torch.") if is_tensor else type(leaf).__name__
-            with at(path):
-                raise TypeError(f"got {got}, wanted a float tensor; {fix}")
 
 
 def _listed(names: list[str], limit: int = 8) -> str:

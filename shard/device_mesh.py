@@ -36,7 +36,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fquant.device import HOST, parse
+from fquant.device import HOST, is_integer, parse
 
 from . import agree, roll_call
 from .roll_call import transfer
@@ -116,9 +116,11 @@ def check_axes(axes: dict[str, int]) -> tuple[int, ...]:
     for name, size in axes.items():
         if name not in AXES:
             raise ValueError(f"mesh axis {name!r} is unknown; wanted some of {', '.join(AXES)}")
+        if not is_integer(size):
+            raise TypeError(f"mesh axis {name} has size {size!r}; wanted an int of at least 1")
         if size < 1:
             raise ValueError(f"mesh axis {name} has size {size}; wanted at least 1")
-    return tuple(axes.get(name, 1) for name in AXES)
+    return tuple(int(axes.get(name, 1)) for name in AXES)
 
 
 def _to_start(timeout: timedelta | None) -> timedelta:
@@ -231,7 +233,10 @@ def as_axes(axes: Axes, mesh: DeviceMesh | None = None) -> tuple[str, ...]:
 
     Raises ValueError for an axis that ``mesh`` does not have, and for an axis that is named twice.
     """
-    names = (axes,) if isinstance(axes, str) else tuple(axes)
+    names = (axes,) if isinstance(axes, str) else axes
+    if not isinstance(names, tuple | list) or not all(name and isinstance(name, str) for name in names):
+        raise TypeError(f"axes: got {axes!r}; wanted the name of an axis, such as 'fsdp', or a tuple of names")
+    names = tuple(names)
     known = names if mesh is None else mesh.mesh_dim_names or ()
     for name in names:
         if name not in known:

@@ -48,10 +48,7 @@ class Rules:
             raise ValueError(f"rule offload: got {self.offload!r}; wanted 'block', or None to keep all on the device")
         if self.resident is not None and self.offload is None:
             raise ValueError(f"rule resident: got {self.resident!r}, and offload is None; add offload='block'")
-        try:
-            re.compile(self.resident or "")
-        except re.error as error:
-            raise ValueError(f"rule resident: {self.resident!r} is no regular expression: {error}") from None
+        tree.compiled("rule resident", "" if self.resident is None else self.resident)
 
 
 def check_rules(rules: Rules, mesh: DeviceMesh) -> None:
@@ -78,9 +75,12 @@ def check_dims(dims: Dims, params: Any) -> None:
     number of names; TypeError for a table of another form.
     """
     named: set[str] = set()
+    is_table = isinstance(dims, Mapping) and all(isinstance(block, str) for block in dims)
+    wanted = "names by path of a block, such as {'head': {'': 'out in'}}"
+    tree.expect(is_table, f"dims: got {dims!r:.200}; wanted {wanted}", TypeError)
     for block, inner in dims.items():
         entry = f"dims[{block!r}]"
-        if not isinstance(inner, Mapping) or not all(isinstance(names, str) for names in inner.values()):
+        if not isinstance(inner, Mapping) or not all(isinstance(x, str) for pair in inner.items() for x in pair):
             raise TypeError(f"{entry}: got {inner!r}; wanted names by path in the block, such as {{'w': 'out in'}}")
         if outer := [name for name in dims if name != block and _is_inside(block, name)]:
             raise ValueError(f"{entry}: is inside the block {outer[0]!r}; wanted separate blocks; name its dims there")

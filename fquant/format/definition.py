@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields, replace
+from numbers import Real
 from typing import Any, ClassVar
 
+from ..device import is_integer
 from ..tree import at, expect, value
 
 CODES = 256  # vectors in a stage: the code of a vector is a byte
@@ -28,6 +31,9 @@ class Vectors:
 
     def __post_init__(self) -> None:
         for name in ("dim", "stages"):
+            got = getattr(self, name)
+            expect(is_integer(got), f"vectors: {name} is {got!r}; wanted an int", TypeError)
+            object.__setattr__(self, name, int(got))
             expect(getattr(self, name) >= 1, f"vectors: {name} is {getattr(self, name)}; wanted at least 1")
 
 
@@ -36,7 +42,7 @@ class Vectors:
 class Format:
     """The meaning of the codes of a quantised array.
 
-        name     lower case, unique; used by command lines and files
+        name     lower-case letters, digits, ``_``, ``-`` and ``.``; unique; used by command lines and files
         bits     2, 3, 4 or 8 bits a code; a row is a stream of bits, the first code in the highest bits of a byte
         block    elements along a row that share one scale; None: the whole row
         table    the value of every code, in units of the scale; None: int8 in units of scale / 127, or vectors
@@ -49,7 +55,8 @@ class Format:
         shared   the array has one scale, which is kept for each block
         mean     the scale is the mean absolute value of a block, at least 1e-5, in place of absmax / unit
         power    scales are powers of two
-        unit     the value, in units of the scale, that is the absmax of a block; None: the largest of the table
+        unit     the value, in units of the scale, that is the absmax of a block; None: the largest that the table
+                 has with both signs, so 7 for -8 to 7; of a table without values below zero, the largest
         text     the format as text, for :func:`read`: ``nf4_dq``, ``nf4:128``, or JSON if it has no name
         plain    this format with its scales in float32
         integers the first and the last value of a table of integers in steps of one, but for NaN; None: another table
@@ -59,7 +66,8 @@ class Format:
         scale_first  True if codes are found with the scales as they are decoded: those of the array share a scale
         rows_alone  True if codes and scales of a row depend on that row alone, but for nested scales
 
-    Raises ValueError for a field that the format cannot have.
+    Raises ValueError for a field that the format cannot have, and TypeError for a value of another type. Numbers of
+    NumPy become Python's.
     """
 
     name: str
@@ -84,8 +92,12 @@ class Format:
     rows_alone: ClassVar[bool]
 
     def __post_init__(self) -> None:
+        is_name = isinstance(self.name, str) and re.fullmatch(r"[a-z0-9_.-]+", self.name)
+        fault = f"name: got {self.name!r}; wanted lower-case letters, digits, '_', '-' and '.', such as 'nf4'"
+        expect(is_name, fault, ValueError if isinstance(self.name, str) else TypeError)
         object.__setattr__(self, "name", FORMER_NAMES.get(self.name, self.name))
         with at(self.name):
+            self._check_types()
             self._check()
         # Computed once, because torch.compile can read an attribute but cannot create such a value while tracing.
         object.__setattr__(self, "text", _spell(self))
@@ -100,6 +112,32 @@ class Format:
         object.__setattr__(self, "rows_alone", alone)
         object.__setattr__(self, "plain", self if self.scale is None else replace(self, scale=None))
 
+    def _check_types(self) -> None:
+        """Raise TypeError for fields of other types; take NumPy's numbers as Python's."""
+        is_number = lambda x: isinstance(x, Real) and not isinstance(x, bool)
+        for name, wanted in (("bits", "an int"), ("block", "an int, or None for the whole row")):
+            got = getattr(self, name)
+            is_known = is_integer(got) or (got is None and name == "block")
+            expect(is_known, f"{name} is {got!r}; wanted {wanted}", TypeError)
+            object.__setattr__(self, name, got if got is None else int(got))
+        if (table := self.table) is not None:
+            fix = "use tuple(table.tolist())" if hasattr(table, "tolist") else "use a tuple"
+            fault = f"table: got {type(table).__name__}, wanted a tuple of numbers, one for each code; {fix}"
+            expect(isinstance(table, tuple | list), fault, TypeError)
+            odd = next((x for x in table if not is_number(x)), None)
+            expect(all(map(is_number, table)), f"table: got {odd!r} among its values, wanted numbers", TypeError)
+            object.__setattr__(self, "table", with_one_nan(map(float, table)))
+        for name, kind in (("scale", Format), ("vectors", Vectors)):
+            got = getattr(self, name)
+            wanted = f"a {kind.__name__}, or None" + (" for float32" if name == "scale" else "")
+            expect(got is None or isinstance(got, kind), f"{name}: got {got!r}, wanted {wanted}", TypeError)
+        for name in ("flat", "center", "zero", "shared", "mean", "power"):
+            got = getattr(self, name)
+            expect(isinstance(got, bool), f"{name} is {got!r}; wanted True or False")
+        if self.unit is not None:
+            expect(is_number(self.unit), f"unit is {self.unit!r}; wanted a number above 0, or None", TypeError)
+            object.__setattr__(self, "unit", float(self.unit))
+
     def _check(self) -> None:
         bits, block, table, blocks = self.bits, self.block, self.table, ", ".join(map(str, BLOCKS))
         expect(bits in BITS, f"bits is {bits}; wanted one of {', '.join(map(str, BITS))}")
@@ -108,9 +146,8 @@ class Format:
             expect(bits == 8, f"codes without a table are int8, so bits is 8 and not {bits}")
         else:
             expect(len(table) == 2**bits, f"the table has {len(table)} values; {bits} bits need {2**bits}")
-            object.__setattr__(self, "table", with_one_nan(table))
+            expect(any(x == x for x in table), "the table has no number; wanted one for each code that has a value")
         for name in ("zero", "shared", "mean", "power"):
-            expect(isinstance(getattr(self, name), bool), f"{name} is {getattr(self, name)!r}; wanted True or False")
             fix = "use the integers 0 to 15, or 0 to 255" if name == "zero" else "give one"
             expect(not getattr(self, name) or table is not None, f"{name} needs a table; {fix}")
         for name in ("flat", "center", "vectors", "mean", "power", "unit") if self.zero else ():

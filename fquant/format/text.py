@@ -12,7 +12,8 @@ from .known import FORMATS
 
 @lru_cache(maxsize=256)
 def read(text: str) -> Format:
-    """Return the format whose ``text`` this is; raise ValueError for anything else."""
+    """Return the format whose ``text`` this is; raise ValueError for another text, TypeError for no text."""
+    expect(isinstance(text, str), f"format: got {type(text).__name__}, wanted the text of a Format", TypeError)
     name, colon, block = text.partition(":")
     name = FORMER_NAMES.get(name, name)
     if name in NAMED and (not colon or (block.isascii() and block.isdecimal())):

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import random, tree
+from ..autodiff import check_floats
 from ..communication import Loadable
 from ..global_norm import root, sum_of_squares
 from ..tree import expect, node
@@ -148,7 +149,7 @@ def first_step(params: Any) -> Tensor:
 
 def check_float(params: Any) -> None:
     """Raise TypeError, with the path, for a leaf that is no tensor of real floats."""
-    tree.check_floats(params, "optimise only the trainable part of the tree", allow_complex=False)
+    check_floats(params, "optimise only the trainable part of the tree", allow_complex=False)
 
 
 def check_whole(params: Any, name: str) -> None:

@@ -1,6 +1,5 @@
 """Another optimiser for each part of a tree, by the paths of its leaves."""
 
-import re
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -21,12 +20,7 @@ def partition(optimizers: Mapping[str, Optimizer[Any]]) -> Optimizer[tuple[Any, 
     leaves, such as ``clip_by_global_norm``, belongs in a ``chain`` in front. Raises ValueError for a leaf that
     matches no pattern or several. Raises ValueError for a pattern that matches no leaf, or is no regular expression.
     """
-    rules = []
-    for pattern in optimizers:
-        try:
-            rules.append(re.compile(pattern))
-        except re.error as error:
-            raise ValueError(f"partition: {pattern!r} is no regular expression: {error}; correct it") from None
+    rules = [tree.compiled("partition", pattern) for pattern in optimizers]
     every = tuple(optimizers.values())
 
     def split(x: Any) -> Parts:

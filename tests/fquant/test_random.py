@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch.func import grad, vmap
@@ -240,7 +241,26 @@ BAD = {
     "dropping all": (lambda: random.dropout(torch.ones(5), 1.0, KEYS), ValueError, r"p: got 1.0, wanted .* \[0, 1\)"),
     "p nan": (lambda: random.dropout(torch.ones(5), math.nan, KEYS), ValueError, "p: got nan"),
     "n": (lambda: random.permutation(KEYS, -1), ValueError, "n: got -1, wanted at least 0"),
+    "n of halves": (lambda: random.permutation(KEYS, 2.5), TypeError, "n: got 2.5, wanted an int"),
+    "fan in a str": (lambda: random.kaiming_uniform(KEYS, (5, 2), "a"), TypeError, "fan_in: got 'a', wanted an int"),
+    "p a str": (lambda: random.bernoulli(KEYS, "a", (5,)), TypeError, "p: got 'a', wanted a probability"),
+    "dropout of a str": (lambda: random.dropout(torch.ones(5), "a", KEYS), TypeError, "p: got 'a', wanted a prob"),
+    "shape": (lambda: random.normal(KEYS, 5), TypeError, r"shape: got 5, wanted a tuple of ints, such as \(2, 3\)"),
+    "shape of bits": (lambda: random.bits(KEYS, "ab"), TypeError, "shape: got 'ab', wanted a tuple of ints"),
+    "size": (lambda: random.uniform(KEYS, (5, 2.0)), TypeError, r"shape: got \(5, 2.0\), wanted a tuple of ints"),
+    "negative": (lambda: random.normal(KEYS, (5, -1)), ValueError, r"shape: got \(5, -1\), wanted sizes of at least 0"),
+    "integers": (lambda: random.normal(KEYS, (5,), torch.int64), TypeError, "dtype: got torch.int64, wanted a float"),
+    "no dtype": (lambda: random.uniform(KEYS, (5,), "f32"), TypeError, "dtype: got 'f32', wanted a float dtype"),
+    "bool of numpy": (lambda: random.key(np.bool_(True)), TypeError, "seed: got bool"),
 }
+
+
+def test_integers_of_numpy_are_integers():
+    assert torch.equal(random.key(np.int64(3)), random.key(3)) and torch.equal(random.key(np.uint8(3)), random.key(3))
+    key = random.key(3)
+    assert torch.equal(random.fold(key, np.int32(5)), random.fold(key, 5))
+    assert torch.equal(random.normal(key, (np.int64(4),)), random.normal(key, (4,)))
+    assert torch.equal(random.permutation(key, np.int64(4)), random.permutation(key, 4))
 
 
 @pytest.mark.parametrize(("call", "error", "message"), BAD.values(), ids=BAD)

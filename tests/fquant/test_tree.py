@@ -323,3 +323,13 @@ def test_a_compiled_function_gives_nodes_back():
     got, wanted = torch.compile(step, backend="aot_eager", fullgraph=True)(torch.ones(2, 3)), step(torch.ones(2, 3))
     assert tree.structure(got) == tree.structure(wanted) and type(got[0]) is TreeLeafy
     assert all(torch.equal(*both) for both in zip(tree.leaves(got), tree.leaves(wanted), strict=True))
+
+
+def test_paths_and_patterns_of_other_types():
+    for path in (3, None):
+        with pytest.raises(TypeError, match=f"path: got {path}; wanted a str, such as"):
+            tree.get({"a": 1}, path)
+    with pytest.raises(TypeError, match="pattern: 3 is no regular expression"):
+        tree.map_at(3, lambda x: x, {"a": 1})
+    with pytest.raises(ValueError, match=r"pattern: '\(' is no regular expression: missing"):
+        tree.map_at("(", lambda x: x, {"a": 1})

@@ -85,6 +85,9 @@ def abstract(axes):
         assert not dist.is_initialized(), again
     with pytest.raises(KeyError), shard.abstract_mesh(**axes):
         raise KeyError
+    for size in ("2", 2.0, True):
+        with pytest.raises(TypeError, match=f"mesh axis fsdp has size {size!r}"), shard.abstract_mesh(fsdp=size):
+            pass
     with pytest.raises(ValueError, match="mesh axis 'pp' is unknown"), shard.abstract_mesh(pp=2):
         pass
     assert not dist.is_initialized()

@@ -1,5 +1,6 @@
 """Rules and tables of dims: errors name the entry that does not fit the mesh or the tree."""
 
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -123,3 +124,20 @@ def test_dims_of_another_form_are_refused(entry):
         check_dims(dims | {"embed": entry}, params)
     wanted = f"dims['embed']: got {entry!r}; wanted names by path in the block, such as {{'w': 'out in'}}"
     assert str(caught.value) == wanted
+
+
+OF_OTHER_TYPES = {
+    "batch": (lambda: Rules(3), "rule batch: axes: got 3; wanted the name of an axis"),
+    "no name": (lambda: Rules(""), "rule batch: axes: got ''; wanted the name of an axis"),
+    "resident": (lambda: Rules(offload="block", resident=3), "rule resident: 3 is no regular expression"),
+    "dims": (lambda: check_dims([1], {}), "dims: got [1]; wanted names by path of a block"),
+    "block": (lambda: check_dims({3: {"": "a"}}, {}), "dims: got {3: {'': 'a'}}; wanted names by path of a block"),
+    "names": (lambda: check_dims({"head": "foo bar"}, {}), "dims['head']: got 'foo bar'; wanted names by path in"),
+    "path": (lambda: check_dims({"head": {3: "a b"}}, {}), "dims['head']: got {3: 'a b'}; wanted names by path in"),
+}
+
+
+@pytest.mark.parametrize("call, message", OF_OTHER_TYPES.values(), ids=OF_OTHER_TYPES)
+def test_arguments_of_other_types(call, message):
+    with pytest.raises(TypeError, match=re.escape(message)):
+        call()

@@ -1,13 +1,15 @@
 """Tests of fquant.format: tables against bitsandbytes, texts, and invalid formats."""
 
+import math
 from dataclasses import replace
 
 import bitsandbytes.functional as bnb
+import numpy as np
 import pytest
 import torch
 from torchao.prototype.mx_formats.kernels import f4_unpacked_to_f32
 
-from fquant import tree
+from fquant import quantize, tree
 from fquant.format import (
     AF4,
     AQ_2X8,
@@ -69,6 +71,7 @@ REFUSED = {
         "mine: zero needs a table",
     ),
     "zero of another kind": (dict(zero=1), "mine: zero is 1; wanted True or False"),
+    "center of another kind": (dict(center="no"), "mine: center is 'no'; wanted True or False"),
     "shared of another kind": (dict(shared="yes"), "mine: shared is 'yes'; wanted True or False"),
     "mean without a table": (dict(bits=8, table=None, mean=True), "mine: mean needs a table; give one"),
     "mean and zero": (dict(mean=True, zero=True), "mine: a zero point does not combine with mean; leave one out"),
@@ -82,6 +85,48 @@ REFUSED = {
 def test_what_a_format_cannot_be(change, message):
     with pytest.raises(ValueError, match=message):
         replace(NF4, name="mine", **change)
+
+
+OF_OTHER_TYPES = {
+    "tensor": (dict(table=torch.tensor(NF4.table)), "mine: table: got Tensor, wanted a tuple of numbers, .*tolist"),
+    "array": (dict(table=np.array(NF4.table)), "mine: table: got ndarray, wanted a tuple of numbers"),
+    "text": (dict(table="0123456789abcdef"), "mine: table: got str, wanted a tuple of numbers"),
+    "texts": (dict(table=("a",) * 16), "mine: table: got 'a' among its values, wanted numbers"),
+    "bits": (dict(bits=4.0), "mine: bits is 4.0; wanted an int"),
+    "bool": (dict(bits=True), "mine: bits is True; wanted an int"),
+    "block": (dict(block="64"), "mine: block is '64'; wanted an int, or None"),
+    "scale": (dict(scale=torch.float32), "mine: scale: got torch.float32, wanted a Format, or None for float32"),
+    "vectors": (dict(vectors=(8, 2)), r"mine: vectors: got \(8, 2\), wanted a Vectors, or None"),
+    "unit": (dict(unit="7"), "mine: unit is '7'; wanted a number above 0, or None"),
+    "name": (dict(name=3), "name: got 3; wanted lower-case letters"),
+}
+
+
+@pytest.mark.parametrize("change, message", OF_OTHER_TYPES.values(), ids=OF_OTHER_TYPES)
+def test_fields_of_other_types(change, message):
+    with pytest.raises(TypeError, match=message):
+        replace(NF4, **{"name": "mine"} | change)
+
+
+@pytest.mark.parametrize("name", ["", "A", "a b", "a:64", "{}"])
+def test_names_that_a_text_cannot_hold(name):
+    with pytest.raises(ValueError, match="name: got .*; wanted lower-case letters"):
+        replace(NF4, name=name)
+    with pytest.raises(ValueError, match="mine: the table has no number"):
+        replace(NF4, name="mine", table=(math.nan,) * 16)
+
+
+def test_numbers_of_numpy_are_numbers():
+    table = tuple(np.array(NF4.table))
+    format = replace(NF4, name="mine", bits=np.int64(4), block=np.int32(64), table=table, unit=np.float32(1))
+    assert format == replace(NF4, name="mine", unit=1.0) and read(format.text) == format
+    assert Vectors(np.int64(8), np.uint8(2)) == Vectors(8, 2) and parse("nf4", np.int64(128)) == replace(NF4, block=128)
+
+
+def test_the_default_unit_is_the_largest_value_with_both_signs():
+    x = torch.linspace(-1, 1, 64)[None]
+    assert quantize(x, replace(INT4, name="mine", unit=7.0)).scale.equal(quantize(x, INT4).scale)
+    assert quantize(x, INT4).scale.item() == torch.tensor(1 / 7).item()
 
 
 def test_parse():
