@@ -1,14 +1,20 @@
 """From end to end with the peers: our model on packed weights against transformers and PEFT on the dequantised ones."""
 
 import dataclasses
+import re
 from functools import partial
 
+import bitsandbytes.functional as bnb
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from torch.func import grad, hessian, jacfwd, jacrev, jvp, vmap
+from torch.fx.experimental.proxy_tensor import make_fx
+from torchao.quantization.quant_primitives import MappingType, choose_qparams_affine, quantize_affine
 from transformers import AutoModelForCausalLM
 
-from fquant import FP4, INT8, NF4, NF4_DQ, dequantize, lora, quantize, random, tree
+from fquant import FP4, INT8, NF4, NF4_DQ, dequantize, linear, lora, quantize, random, tree
+from fquant.format import INT4, INT4_ZERO, bits
 from fquant.io import peft
 from fquant.packed import Packed
 from models import decoder, hf
@@ -109,3 +115,61 @@ def test_configuration_is_what_transformers_reads(tmp_path):
     hf.save(tmp_path, cfg, decoder.init(cfg, random.key(0), torch.bfloat16))
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
     assert model.config.tie_word_embeddings and hf.load(tmp_path)[0] == cfg
+
+
+@pytest.mark.parametrize("format", [NF4, FP4], ids=str)
+def test_layouts_equal_bitsandbytes_at_multiples_of_the_block_and_flat(format):
+    for width, flat in ((128, False), (100, True), (100, False)):
+        w = random.normal(random.key(width), (8, width))
+        p, (codes, state) = (
+            quantize(w, dataclasses.replace(format, flat=flat)),
+            bnb.quantize_4bit(w, quant_type=format.name),
+        )
+        same = [torch.equal(a.flatten(), b.flatten()) for a, b in ((p.codes, codes), (p.scale, state.absmax))]
+        assert same == ([True, True] if flat or width == 128 else [False, False])
+
+
+TORCHAO = {  # format, mapping, least integer, dtype of the weight -> the share of codes that differ
+    "asymmetric": (INT4_ZERO, MappingType.ASYMMETRIC, 0, torch.float32, 0, 0),
+    "symmetric": (INT4, MappingType.SYMMETRIC, -7, torch.float32, 0, 0),
+    "symmetric from -8": (INT4, MappingType.SYMMETRIC, -8, torch.float32, 0.12, 0.15),
+    "asymmetric bf16": (INT4_ZERO, MappingType.ASYMMETRIC, 0, torch.bfloat16, 1e-4, 0.04),
+    "symmetric bf16": (INT4, MappingType.SYMMETRIC, -7, torch.bfloat16, 1e-4, 0.04),
+}
+
+
+@pytest.mark.parametrize(("format", "mapping", "low", "dtype", "least", "most"), TORCHAO.values(), ids=TORCHAO)
+def test_codes_equal_torchao_as_the_readme_says(format, mapping, low, dtype, least, most):
+    first, last = format.integers
+    w = random.normal(random.key(0), (64, 512)).to(dtype)
+    scale, zero = choose_qparams_affine(w, mapping, (1, 128), torch.int32, low, last, zero_point_dtype=torch.int32)
+    theirs = quantize_affine(w, (1, 128), scale, zero, torch.int32, low, last) - first
+    differ = (bits.unpack(quantize(w, format).codes, 4, 512) != theirs).float().mean()
+    assert least <= differ <= most
+
+
+X = random.normal(random.key(1), (4, 128))
+PRODUCT = lambda p, x: linear(x, p).square()
+COMPILED = {"product": lambda p: partial(PRODUCT, p), "grad": lambda p: grad(lambda x: PRODUCT(p, x).sum())}
+REFUSED = {
+    "vmap": lambda p: vmap(partial(PRODUCT, p)),
+    "jacrev": lambda p: jacrev(lambda x: PRODUCT(p, x).sum(-1)),
+    "jacfwd": lambda p: jacfwd(lambda x: PRODUCT(p, x).sum(-1)),
+    "hessian": lambda p: hessian(lambda x: PRODUCT(p, x).sum()),
+    "jvp": lambda p: lambda x: jvp(partial(PRODUCT, p), (x,), (x,))[1],
+}
+
+
+@pytest.mark.parametrize("name", [*COMPILED, *REFUSED])
+def test_torch_compile_takes_what_the_readme_says(name):
+    f = (COMPILED | REFUSED)[name](quantize(random.normal(random.key(0), (16, 128)), NF4))
+    torch._dynamo.reset()
+    compiled = torch.compile(f, backend="eager", fullgraph=True)
+    if name in COMPILED:
+        torch.testing.assert_close(compiled(X), f(X))
+        return
+    with pytest.raises(RuntimeError, match=re.escape("when making fake tensor call")):
+        compiled(X)
+    torch._dynamo.reset()
+    if name != "jvp":
+        torch.testing.assert_close(torch.compile(make_fx(f)(X), backend="eager", fullgraph=True)(X), f(X))
