@@ -42,7 +42,7 @@ class Vectors:
 class Format:
     """The meaning of the codes of a quantised array.
 
-        name     lower-case letters, digits, ``_``, ``-`` and ``.``; unique; used by command lines and files
+        name     lower-case letters, digits, spaces, ``_-.``; unique; used by command lines and files
         bits     2, 3, 4 or 8 bits a code; a row is a stream of bits, the first code in the highest bits of a byte
         block    elements along a row that share one scale; None: the whole row
         table    the value of every code, in units of the scale; None: int8 in units of scale / 127, or vectors
@@ -92,8 +92,8 @@ class Format:
     rows_alone: ClassVar[bool]
 
     def __post_init__(self) -> None:
-        is_name = isinstance(self.name, str) and re.fullmatch(r"[a-z0-9_.-]+", self.name)
-        fault = f"name: got {self.name!r}; wanted lower-case letters, digits, '_', '-' and '.', such as 'nf4'"
+        is_name = isinstance(self.name, str) and re.fullmatch(r"[a-z0-9_. -]+", self.name)
+        fault = f"name: got {self.name!r}; wanted lower-case letters, digits, spaces, '_', '-' and '.', such as 'nf4'"
         expect(is_name, fault, ValueError if isinstance(self.name, str) else TypeError)
         object.__setattr__(self, "name", FORMER_NAMES.get(self.name, self.name))
         with at(self.name):

@@ -108,7 +108,7 @@ def test_fields_of_other_types(change, message):
         replace(NF4, **{"name": "mine"} | change)
 
 
-@pytest.mark.parametrize("name", ["", "A", "a b", "a:64", "{}"])
+@pytest.mark.parametrize("name", ["", "A", "a:64", "{}"])
 def test_names_that_a_text_cannot_hold(name):
     with pytest.raises(ValueError, match="name: got .*; wanted lower-case letters"):
         replace(NF4, name=name)
