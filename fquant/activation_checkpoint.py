@@ -6,16 +6,19 @@
 Only the arguments are saved. ``torch.utils.checkpoint`` uses saved-tensor hooks, which torch.func rejects; this is an
 autograd Function whose backward is the vjp of the recomputation. ``torch.func.grad`` runs every backward with
 create_graph=True, which keeps all that the recomputation computes. At first order this backward records nothing, which
-saves the memory. Differentiating it again would give silent zeros, so it raises; so does a tensor in the closure. The
-recomputation runs in the autocast and the function modes of the call. It would see other values if the function drew
-from torch's generators or wrote to its arguments, so that raises as well.
+saves the memory. Differentiating it again would give silent zeros, so it raises. The recomputation runs in the autocast
+and the function modes of the call. It would see other values if the function drew from torch's generators or wrote to
+its arguments, so that raises as well.
+
+A tensor that the function reads and is not given would have a gradient of zero. So each call checks every tensor that
+is read, wherever the function holds it: one that a transform or autograd follows raises, and a constant does not.
 
 torch differentiates ``silu``, ``mish`` and ``group_norm`` by another formula where a backward is recorded. So at first
 order their gradients are those of plain autograd in every bit, and at order 2 those of ``torch.func.grad``.
 """
 
-import inspect
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial, wraps
 from typing import Any
 
@@ -25,23 +28,22 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from . import tree
-from .autodiff import current_modes, in_modes, layers, pull_back, push_forward, replace_at, unwrap_dead
+from .autodiff import current_modes, in_modes, is_dual, layers, pull_back, push_forward, replace_at, unwrap_dead
+from .compile.tracing.reads import DRAW, Around, Reads, checked, without_reads
 from .compile.tracing.tracer import draws, recorder
 from .device import HOST, META
 from .tree import expect
-
-_DRAW = "pass a key, and draw with fquant.random"
 
 
 def remat(f: Callable[..., Any], order: int = 1) -> Callable[..., Any]:
     """Return ``f`` with its intermediate results recomputed in the backward; arguments and results are trees.
 
-    ``order`` 1 allows one reverse derivative, after any number of forward ones; 2 allows any. Raises TypeError if ``f``
-    closes over a tensor, draws from torch's generators, writes to an argument or returns anything but float tensors.
-    Raises RuntimeError if order 1 is differentiated twice.
+    ``order`` 1 allows one reverse derivative, after any number of forward ones; 2 allows any. A call raises TypeError
+    if ``f`` reads a tensor that is no argument and is differentiated or mapped. It raises TypeError too if ``f`` draws
+    from a generator, writes to an argument or returns anything but float tensors. Raises RuntimeError if order 1 is
+    differentiated twice.
     """
     expect(order in (1, 2), f"remat: order is {order}; wanted 1 (first derivatives only) or 2 (any)")
-    check_closure("remat", f)
 
     @wraps(f)
     def call(*args: Any) -> Any:
@@ -52,12 +54,12 @@ def remat(f: Callable[..., Any], order: int = 1) -> Callable[..., Any]:
         places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         if any(isinstance(leaf, torch.Generator) for leaf in leaves):
             (path, *_) = [path for path, leaf in tree.items(args) if isinstance(leaf, torch.Generator)]
-            raise TypeError(f"remat({_name(f)}): {path} is a generator; {_DRAW}")
+            raise TypeError(f"remat({_name(f)}): {path} is a generator; {DRAW}")
         given, static = [leaves[i] for i in places], replace_at(leaves, places, [None] * len(places))
-        structure_of_result, modes = [], current_modes(given)
+        structure_of_result, modes, around = [], without_reads(current_modes(given)), Around.here()
 
-        def run(*tensors: Tensor) -> tuple[Tensor, ...]:
-            with in_modes(modes):
+        def run(*tensors: Tensor, reads: Reads | None = None) -> tuple[Tensor, ...]:
+            with in_modes(modes), reads or nullcontext():
                 result = f(*tree.unflatten(structure, replace_at(static, places, tensors)))
             with tree.at(f"remat({_name(f)}) returned"):
                 tree.check_floats(result, "return the rest from outside")
@@ -65,7 +67,7 @@ def remat(f: Callable[..., Any], order: int = 1) -> Callable[..., Any]:
             return tuple(tree.leaves(result))
 
         versions, drawn = _versions(given), _drawn(given)
-        out = _Remat.apply(run, order, _name(f), *given)
+        out = _Remat.apply(run, order, _name(f), around, *given)
         _check_pure(f, args, run, versions, drawn)
         return tree.unflatten(structure_of_result[0], out)
 
@@ -76,13 +78,16 @@ class _Remat(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(run: Callable[..., tuple[Tensor, ...]], order: int, name: str, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        run: Callable[..., tuple[Tensor, ...]], _order: int, name: str, around: "Around", *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
         with torch.no_grad():
-            return run(*tensors)
+            given = [t.detach() if t.requires_grad or is_dual(t) else t for t in tensors]  # which f itself cannot hold
+            return checked(run, f"remat({name})", around, given)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.run, ctx.order, ctx.name, *tensors = inputs
+        ctx.run, ctx.order, ctx.name, _, *tensors = inputs
         ctx.save_for_backward(*tensors)
         ctx.save_for_forward(*tensors)
         ctx.set_materialize_grads(False)  # so that constants have no tangents, of zeros
@@ -90,7 +95,7 @@ class _Remat(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         tensors = unwrap_dead(ctx.saved_tensors)
-        wanted = [i for i, need in enumerate(ctx.needs_input_grad[3:]) if need]
+        wanted = [i for i, need in enumerate(ctx.needs_input_grad[4:]) if need]
         if ctx.order == 2:
             found = pull_back(ctx.run, tensors, wanted, grads)
         else:
@@ -103,10 +108,10 @@ class _Remat(torch.autograd.Function):
                 raise _twice(ctx.name) from error
             inputs = [tensors[i] for i in wanted] + [g for g in grads if g is not None]
             found = _FirstOrderOnly.apply(ctx.name, len(found), *found, *inputs)
-        return None, None, None, *replace_at([None] * len(tensors), wanted, found)
+        return None, None, None, None, *replace_at([None] * len(tensors), wanted, found)
 
     @staticmethod
-    def jvp(ctx: Any, _run: Any, _order: Any, _name: Any, *tangents: Any) -> Any:
+    def jvp(ctx: Any, _run: Any, _order: Any, _name: Any, _around: Any, *tangents: Any) -> Any:
         return push_forward(ctx.run, ctx.saved_tensors, tangents)
 
 
@@ -174,7 +179,7 @@ def _check_pure(
             run(*given)
         ops = mode.drawn
     for op in ops:
-        raise TypeError(f"remat({_name(f)}) draws by {op} of torch, and again when it recomputes; {_DRAW}")
+        raise TypeError(f"remat({_name(f)}) draws by {op} of torch, and again when it recomputes; {DRAW}")
 
 
 def _twice(name: str) -> RuntimeError:
@@ -184,20 +189,4 @@ def _twice(name: str) -> RuntimeError:
 
 
 def _name(f: Any) -> str:
-    return _name(f.func) if isinstance(f, partial) else getattr(f, "__name__", repr(f))
-
-
-def check_closure(verb: str, f: Any) -> None:
-    """Raise TypeError if ``f``, which is given to ``verb``, closes over a tensor or reads a generator."""
-    read = inspect.getclosurevars(f) if inspect.isfunction(f) else None
-    bound, outer = (dict(read.nonlocals), dict(read.globals)) if read else ({}, {})
-    if isinstance(f, partial):
-        bound = {f"argument {i}": x for i, x in enumerate(f.args)} | f.keywords
-        check_closure(verb, f.func)
-    for name, x in (outer | bound).items():
-        if isinstance(x, torch.Generator):
-            raise TypeError(f"{verb}({_name(f)}) reads the generator {name!r}; {_DRAW}")
-    for name, x in bound.items():
-        if any(isinstance(leaf, Tensor) for leaf in tree.leaves(x)):
-            fault = f"closes over the tensor {name!r}, whose gradient would silently be zero"
-            raise TypeError(f"{verb}({_name(f)}) {fault}; pass it as an argument")
+    return _name(f.func) if isinstance(f, partial) else getattr(f, "__name__", type(f).__name__)

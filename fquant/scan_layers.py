@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from . import tree
-from .activation_checkpoint import check_closure
 from .compile.tracing.repeated import repeated
 from .tree import expect
 
@@ -38,10 +37,9 @@ def scan(block: Callable[..., Any], carry: Any, layers: Any, *shared: Any) -> tu
 
     Raises ValueError, with the path, for tensors of unequal numbers of layers, and for a carry that changes in
     structure, shape or dtype. Raises TypeError for a leaf of stacked layers that is no tensor. Raises TypeError for a
-    block that does not return a pair or closes over a tensor. A capture with gradients raises it for other tensors that
-    the block reads and is not given.
+    block that does not return a pair. A capture with gradients raises it for a tensor that the block reads and is not
+    given; the uncaptured loop differentiates that as well.
     """
-    check_closure("scan", block)
     each, call = layers if isinstance(layers, list) else unstack_layers(layers), repeated(block)
     outs: list[Any] = []  # not list[Any](), which Dynamo cannot trace
     for i, layer in enumerate(each):

@@ -1,4 +1,4 @@
-"""User code: the names that a function's bytecode reads, and the fields of a user's objects.
+"""User code: the names that a function's bytecode reads, the fields of a user's objects, and the name of a value.
 
 Code of a library (torch, fquant, installed packages, the standard library) is distinguished by its file.
 """
@@ -13,12 +13,16 @@ import site
 import sys
 import sysconfig
 import types
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+Place = tuple[types.FrameType, int]  # a frame, and the offset of the instruction that it runs
+_SEARCHED = 10_000  # objects at most that are searched for a tensor
 
 _OURS = [Path(__file__).parents[2] / name for name in ("fquant", "shard", "models")]
 _INSTALLED = [*site.getsitepackages(), site.getusersitepackages(), *map(sysconfig.get_path, ("stdlib", "purelib"))]
@@ -101,3 +105,73 @@ def parameters(f: Any) -> tuple[str, ...]:
 def is_users(file: str) -> bool:
     """Return True if code of this file belongs to no library."""
     return not file.startswith(_LIBRARIES)
+
+
+def held(x: Any, wanted: type | tuple[type, ...] = Tensor) -> Iterator[tuple[str, Any]]:
+    """Yield what is ``wanted`` in containers, objects, modules and functions within ``x``, by path, nearest first."""
+    left, seen = deque([("", x)]), dict[int, Any]()
+    while left and len(seen) < _SEARCHED:
+        path, each = left.popleft()
+        if isinstance(each, wanted):
+            yield path, each
+        elif id(each) not in seen:
+            seen[id(each)] = each
+            left += [(f"{path}.{name}" if path else str(name), inner) for name, inner in _inner(each).items()]
+
+
+def _inner(x: Any) -> dict[Any, Any]:
+    """Return what a container or an object holds, by name."""
+    if isinstance(x, Mapping):
+        return dict(x)
+    if isinstance(x, list | tuple | set | frozenset | deque):
+        return dict(zip(getattr(x, "_fields", range(len(x))), x, strict=True))
+    if isinstance(x, functools.partial):
+        return {**dict(zip(parameters(x.func), x.args, strict=False)), **x.keywords, "func": x.func}
+    if isinstance(x, types.MethodType):
+        return {"__self__": x.__self__, "__func__": x.__func__}
+    if isinstance(x, types.FunctionType):
+        cells = dict(zip(x.__code__.co_freevars, x.__closure__ or (), strict=True))
+        known = {name: cell.cell_contents for name, cell in cells.items() if cell != types.CellType()}
+        defaults = dict(zip(reversed(parameters(x)), reversed(x.__defaults__ or ()), strict=False))
+        return {**known, **defaults, **(x.__kwdefaults__ or {})}
+    if isinstance(x, types.ModuleType | type):
+        module = x if isinstance(x, types.ModuleType) else sys.modules.get(x.__module__)
+        return dict(vars(x)) if is_users(getattr(module, "__file__", None) or "<frozen") else {}
+    own = {**getattr(x, "__dict__", {})}
+    if isinstance(x, torch.nn.Module):
+        return {**x._parameters, **x._buffers, **x._modules, **own}
+    slots = {name: getattr(x, name) for name in _slots_of(type(x)) or () if hasattr(x, name)}
+    return {**slots, **own, "__class__": type(x)} if own or slots else own
+
+
+def frames(frame: types.FrameType | None) -> Iterator[Place]:
+    """Yield ``frame`` and its callers."""
+    while frame is not None:
+        yield frame, frame.f_lasti
+        frame = frame.f_back
+
+
+def name_of(x: Any, places: Iterable[Place]) -> str | None:
+    """Return the name that code at one of ``places``, innermost first, reads the object ``x`` by; None if none does.
+
+    Of several names the expression's own is taken, then the shortest. Code of a user goes before code of a library.
+    """
+    for frame, offset in sorted(places, key=lambda place: not is_users(place[0].f_code.co_filename)):
+        read = _names_at(frame.f_code, offset)
+        known = {k: v for k, v in frame.f_globals.items() if k in frame.f_code.co_names} | dict(frame.f_locals)
+        paths = [path for path, leaf in held(known, type(x)) if leaf is x]
+        rank = lambda path, read=read: (not read.issuperset(path.split(".")), path.split(".")[0] not in read)
+        if paths:
+            return min(paths, key=rank).replace("__self__", "self").replace(".__class__", "")
+    return None
+
+
+def _names_at(code: types.CodeType, offset: int) -> set[str]:
+    """Return the names and constants in the expression that the instruction at ``offset`` computes."""
+    each = [(i, i.positions) for i in dis.get_instructions(code) if i.positions and i.positions.lineno is not None]
+    at = next((p for i, p in each if i.offset == offset), None)
+    if at is None:
+        return set()
+    start, end = (at.lineno, at.col_offset), (at.end_lineno, at.end_col_offset)
+    inside = [i for i, p in each if start <= (p.lineno, p.col_offset) and (p.end_lineno, p.end_col_offset) <= end]
+    return {str(name) for i in inside for name in (i.argval if isinstance(i.argval, tuple) else (i.argval,))}
