@@ -4,12 +4,11 @@ Frames of torch and of this package are passed over. Frames of an ``nn.Module`` 
 """
 
 import contextlib
-import dis
 import os
 import sys
 import traceback
 from collections.abc import Awaitable, Hashable, Iterator
-from types import CodeType, FrameType, ModuleType, TracebackType
+from types import FrameType, TracebackType
 from typing import Any
 
 import einops
@@ -21,16 +20,16 @@ from torch.fx import traceback as fx_traceback
 from torch.overrides import TorchFunctionMode
 
 from .. import tree
+from ..autodiff import layers
 from ..device import HOST
 from . import graph
-from .closure import content
+from .user_code import held, is_users, name_of
 
 _COMPILE = os.path.dirname(__file__) + os.sep
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _EINOPS = os.path.dirname(einops.__file__) + os.sep
 _TRACE = _COMPILE + "trace.py"
-_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor  # type: ignore[attr-defined]
-_unwrapped = torch._C._functorch.get_unwrapped  # type: ignore[attr-defined]
+_TRACER = os.path.join(_COMPILE, "tracing", "tracer.py")
 _PLACE = "fquant.place"  # in the metadata of an autograd node
 HIDDEN = (os.path.dirname(torch.__file__) + os.sep, _COMPILE)
 
@@ -59,7 +58,7 @@ def translate_errors(device: torch.device, on_meta: bool) -> Iterator[None]:
             while cause is not None:
                 traceback.clear_frames(cause.__traceback__)
                 for frame, _ in traceback.walk_tb(cause.__traceback__):
-                    _known(frame)  # f_locals is a cache, which this empties
+                    dict(frame.f_locals)  # a cache, which this empties
                 cause = cause.__context__
             raise translated from error
 
@@ -164,21 +163,11 @@ def check_result(x: Any) -> None:
         if isinstance(leaf, Tensor) and not isinstance(leaf, FakeTensor):
             raise TypeError(_CLOSED.format(f"{graph.describe(leaf)}, its result" + f".{path}" * bool(path)))
         frozen = isinstance(leaf, Hashable) and not isinstance(leaf, Iterator | Awaitable)
-        if not isinstance(leaf, Tensor) and (not frozen or any(_held(leaf))):
+        if not isinstance(leaf, Tensor) and (not frozen or any(held(leaf))):
             raise TypeError(
                 f"jit: {path or 'the result'} is a {type(leaf).__name__}, which is no tree, and not a frozen value "
                 "without tensors; return tuples, lists, dicts, or a node (fquant.tree.node)"
             )
-
-
-def _held(x: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors that an object has as attributes, or a function closes over, with their names."""
-    if isinstance(x, torch.nn.Module):
-        return (yield from (*x.named_parameters(), *x.named_buffers()))
-    own = dict(getattr(x, "__dict__", {}))
-    if isinstance(code := getattr(x, "__code__", None), CodeType):
-        own |= zip(code.co_freevars, map(content, x.__closure__ or ()), strict=False)
-    yield from ((path, leaf) for path, leaf in tree.items(own) if isinstance(leaf, Tensor))
 
 
 def check_draws(draws: Graph) -> None:
@@ -196,28 +185,23 @@ def _where(error: BaseException) -> str:
 
 
 def _closed_over(error: BaseException) -> str:
-    """Return the name, dtype, shape and place of the outermost real tensor in a trace of fake ones."""
-    plain = [item for place in _places(error, modules=True) for item in tree.items(_known(place.tb_frame))]
-    held = [(f"{path}.{name}", t) for path, x in plain for name, t in _held(x)]
-    for path, t in plain + held:
-        inner = t
-        while isinstance(t, Tensor) and _is_wrapped(inner):  # by a transform
-            inner = _unwrapped(inner)
-        if isinstance(t, Tensor) and not isinstance(inner, FakeTensor):
-            return f"{path} {graph.describe(t)} in {_where(error)}"
+    """Return the name, dtype, shape and place of the real tensor that an op in a trace of fake ones was given."""
+    for frame, _ in reversed([*traceback.walk_tb(error.__traceback__)]):
+        if (frame.f_code.co_filename, frame.f_code.co_name) == (_TRACER, "__torch_function__"):
+            for t in tree.leaves((frame.f_locals["args"], frame.f_locals["kwargs"])):
+                if isinstance(t, Tensor) and not isinstance([*layers(t)][-1], FakeTensor):
+                    places = [(place.tb_frame, place.tb_lasti) for place in _places(error, modules=True)]
+                    names = [name_of(x, reversed(places)) for x in layers(t)]
+                    name = next((f"{name} " for name in names if name), "")
+                    return f"{name}{graph.describe(t)} in {_where(error)}"
     return f"a tensor in {_where(error)}"
 
 
-def _known(frame: FrameType) -> dict[str, Any]:
-    """Return the locals of a frame and the globals that it reads, by name."""
-    code = dis.get_instructions(frame.f_code)
-    read = {each.argval for each in code if each.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
-    known = frame.f_locals | {name: frame.f_globals[name] for name in read if name in frame.f_globals}
-    return {name: x for name, x in known.items() if not isinstance(x, ModuleType)}
-
-
 def _places(error: BaseException, modules: bool = False) -> list[TracebackType]:
-    """Return the captured function's frames in the traceback, outermost first; ``modules`` adds those of modules."""
+    """Return the captured function's frames in the traceback, outermost first; ``modules`` adds those of modules.
+
+    Frames of libraries are left out unless there are no others.
+    """
     found, place = [], error.__traceback__
     while place is not None:
         frame = place.tb_frame
@@ -227,7 +211,8 @@ def _places(error: BaseException, modules: bool = False) -> list[TracebackType]:
         if not file.startswith(HIDDEN) or modules and isinstance(frame.f_locals.get("self"), torch.nn.Module):
             found.append(place)
         place = place.tb_next
-    return found
+    users = [place for place in found if is_users(place.tb_frame.f_code.co_filename)]
+    return found if modules else users or found
 
 
 _MAPPED = (

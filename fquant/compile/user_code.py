@@ -121,8 +121,8 @@ def held(x: Any, wanted: type | tuple[type, ...] = Tensor) -> Iterator[tuple[str
 
 def _inner(x: Any) -> dict[Any, Any]:
     """Return what a container or an object holds, by name."""
-    if isinstance(x, Mapping):
-        return dict(x)
+    if isinstance(x, dict):
+        return x
     if isinstance(x, list | tuple | set | frozenset | deque):
         return dict(zip(getattr(x, "_fields", range(len(x))), x, strict=True))
     if isinstance(x, functools.partial):
@@ -157,21 +157,22 @@ def name_of(x: Any, places: Iterable[Place]) -> str | None:
     Of several names the expression's own is taken, then the shortest. Code of a user goes before code of a library.
     """
     for frame, offset in sorted(places, key=lambda place: not is_users(place[0].f_code.co_filename)):
-        read = _names_at(frame.f_code, offset)
+        read = ".".join(("", *_names_at(frame.f_code, offset), ""))
         known = {k: v for k, v in frame.f_globals.items() if k in frame.f_code.co_names} | dict(frame.f_locals)
         paths = [path for path, leaf in held(known, type(x)) if leaf is x]
-        rank = lambda path, read=read: (not read.issuperset(path.split(".")), path.split(".")[0] not in read)
+        rank = lambda path, read=read: (f".{path}." not in read, f".{path.split('.')[0]}." not in read)
         if paths:
             return min(paths, key=rank).replace("__self__", "self").replace(".__class__", "")
     return None
 
 
-def _names_at(code: types.CodeType, offset: int) -> set[str]:
-    """Return the names and constants in the expression that the instruction at ``offset`` computes."""
+def _names_at(code: types.CodeType, offset: int) -> list[str]:
+    """Return the names and constants, in order, in the expression that the instruction at ``offset`` computes."""
     each = [(i, i.positions) for i in dis.get_instructions(code) if i.positions and i.positions.lineno is not None]
     at = next((p for i, p in each if i.offset == offset), None)
     if at is None:
-        return set()
+        return []
     start, end = (at.lineno, at.col_offset), (at.end_lineno, at.end_col_offset)
     inside = [i for i, p in each if start <= (p.lineno, p.col_offset) and (p.end_lineno, p.end_col_offset) <= end]
-    return {str(name) for i in inside for name in (i.argval if isinstance(i.argval, tuple) else (i.argval,))}
+    loads = [i.argval for i in inside if i.opname.startswith("LOAD")]
+    return [str(name) for loaded in loads for name in (loaded if isinstance(loaded, tuple) else (loaded,))]

@@ -32,7 +32,7 @@ _MADE = "_made_within"  # the attribute of an intermediate result that is wrappe
 
 
 class Around(NamedTuple):
-    """What may follow a tensor at a call: autograd, and the transforms of torch.func, outermost first."""
+    """Name what may follow a tensor at a call: autograd, and the transforms of torch.func, outermost first."""
 
     autograd: bool
     transforms: tuple[TransformType, ...]

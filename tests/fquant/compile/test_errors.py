@@ -1,13 +1,14 @@
 """Errors of tracing name cause and place, and leave torch's dispatcher as it was."""
 
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
-from fquant import NF4_DQ, cost, jit, linear, quantize
+from fquant import NF4_DQ, cost, jit, linear, optim, quantize
 from tests.helpers.arrays import named
 from tests.helpers.qlora_step import X
 
@@ -102,6 +103,103 @@ def transformed(transform):
 def held(transform):
     """Return a transform of an object with a tensor."""
     return transform(Holder())
+
+
+ONE, RATE = torch.ones(()), torch.full((), 0.1)
+
+
+@dataclass
+class Options:
+    init: object
+    rate: object
+
+
+class Nested:
+    """An object with tensors as attributes, of its class and of itself, and in a container."""
+
+    table = torch.ones(3)
+
+    def __init__(self):
+        self.init, self.rate, self.held = ONE, RATE, {"a": [torch.ones(3), (torch.zeros(3), RATE)]}
+
+    def by_attribute(self, x):
+        return x * self.rate
+
+    def by_class(self, x):
+        return x * self.table
+
+    def by_container(self, x):
+        return x + self.held["a"][1][0]
+
+
+def by_default(x, init=ONE, rate=RATE):
+    return x * rate
+
+
+def by_key(x, key="rate"):
+    return x * META[key]
+
+
+def by_function(x):
+    def inner(y):
+        return y * META["rate"]
+
+    return inner(x.sin())
+
+
+def by_lines(x):
+    return (
+        x.sin() * META["rate"]  # behind a line that reads no tensor but x
+        + META["init"]
+    )
+
+
+def in_a_library(x):
+    optimizer = optim.sgd(RATE)
+    return optimizer.update({"x": x}, optimizer.init({"x": x}), {"x": x})[0]
+
+
+META, OBJECT, RECORD = {"init": ONE, "rate": RATE}, Nested(), Options(ONE, RATE)
+LIST, SAME, MODULE = [torch.ones(3), [{"x": torch.ones(3)}]], {"x": ONE, "y": ONE}, torch.nn.Linear(3, 3)
+FIRST = SECOND = torch.ones(3)
+NAMES = {  # functions that read one of several tensors, and the name of that
+    "a dict": (lambda x: x * META["rate"], "META.rate"),
+    "a dict by a variable": (by_key, "META.rate"),
+    "a dict by a loop": (lambda x: [x * each for each in META.values()], "each"),
+    "a list": (lambda x: x * LIST[1][0]["x"], "LIST.1.0.x"),
+    "a namespace": ((lambda held: lambda x: x * held.rate)(SimpleNamespace(**META)), "held.rate"),
+    "a dataclass": (lambda x: x * RECORD.rate, "RECORD.rate"),
+    "an attribute": (OBJECT.by_attribute, "self.rate"),
+    "an attribute of a class": (OBJECT.by_class, "self.table"),
+    "a container in an object": (OBJECT.by_container, "self.held.a.1.0"),
+    "a module": (lambda x: torch.nn.functional.linear(x, MODULE.weight), "MODULE.weight"),
+    "a module's bias": (lambda x: x + MODULE.bias, "MODULE.bias"),
+    "a default": (by_default, "rate"),
+    "a partial": (partial(lambda rate, x: x * rate, RATE), "rate"),
+    "a global": (lambda x: x * SECOND, "SECOND"),
+    "another name of it": (lambda x: x * FIRST, "FIRST"),
+    "a key of two": (lambda x: x * SAME["y"], "SAME.y"),
+    "another key of it": (lambda x: x * SAME["x"], "SAME.x"),
+    "a local": ((lambda: (lambda a, b: lambda x: torch.where(x > 0, x, b) + a)(ONE, RATE))(), "b"),
+    "a keyword": (lambda x: torch.add(x, other=META["rate"]), "META.rate"),
+    "a list of tensors": (lambda x: torch.stack([x[0, 0], META["rate"]]), "META.rate"),
+    "an index": (lambda x: x[:, LIST[0].long()], "LIST.0"),
+    "in place": (lambda x: x.clone().mul_(META["rate"]), "META.rate"),
+    "a nested function": (by_function, "META.rate"),
+    "two lines": (by_lines, "META.rate"),
+    "a product of ours": (lambda x: linear(x, MODULE.weight), "MODULE.weight"),
+    "an optimiser": (in_a_library, "RATE"),
+    "grad": (grad(lambda x: (x * META["rate"]).sum()), "META.rate"),
+    "vmap": (vmap(lambda x: x * META["rate"]), "META.rate"),
+    "hessian": (hessian(lambda x: (x.sin() * META["rate"]).sum()), "META.rate"),
+}
+
+
+@named("case", NAMES)
+def test_the_tensor_that_is_read_is_named(case):
+    f, name = NAMES[case]
+    with pytest.raises(TypeError, match=rf"{USES} {name} float32\[[\d, ]*\] in \S+ {HERE}; pass it"):
+        jit(f)(X)
 
 
 HERE = r"\(.*test_errors.py:\d+\)"
