@@ -17,6 +17,7 @@ decoded weights, and is zero in the integers. All rows of a call share the colum
 own.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,14 +56,14 @@ def fake_quantize(x: Tensor, format: Format) -> Tensor:
         raise TypeError(f"fake_quantize got {got}; wanted f32, bf16 or f16")
     if format.vectors is not None:
         raise ValueError(f"fake_quantize got {format.name}, whose vectors are learned; quantize once, and train a Lora")
-    if x.ndim == 0 or not x.numel():
+    if not x.ndim or not x.shape[-1]:
         raise ValueError(f"fake_quantize got shape {tuple(x.shape)}; wanted at least one element along one dim")
     return _FakeQuantize.apply(x, format)
 
 
 def separate(x: Tensor, act: Outliers) -> tuple[Tensor, Tensor]:
     """Return x [... in] with zeros in the columns of outliers, and those columns with zeros elsewhere."""
-    large = (x.detach().abs() >= act.threshold).reshape(-1, x.shape[-1]).any(0)
+    large = (x.detach().abs() >= act.threshold).reshape(math.prod(x.shape[:-1]), x.shape[-1]).any(0)
     return torch.where(large, 0.0, x).to(x.dtype), torch.where(large, x, 0.0).to(x.dtype)
 
 
@@ -92,4 +93,4 @@ class _FakeQuantize(torch.autograd.Function):
         x = x.movedim(in_dims[0], 0)
         if format.rows_alone and format.scale is None and x.ndim > 1:
             return _FakeQuantize.apply(x, format), 0
-        return torch.stack([_FakeQuantize.apply(each, format) for each in x]), 0
+        return torch.stack([_FakeQuantize.apply(each, format) for each in x]) if len(x) else x, 0

@@ -98,7 +98,8 @@ def quantize(w: Tensor | Lazy, format: Format, importance: Tensor | None = None)
 
     Raises TypeError for another dtype, and RuntimeError under vmap. Raises ValueError for NaN, for infinity, for a
     vector unless the format is flat, and for importance that does not fit. Raises ValueError for values that would
-    decode to infinity in their dtype, and for a format whose table has no recipe. The recipes of integers, E2M1 and
+    decode to infinity in their dtype, and for a format whose table has no recipe. Raises ValueError for no rows if
+    the format learns vectors from them. The recipes of integers, E2M1 and
     E4M3 are in :mod:`fquant.quantizers.round_to_nearest`. Values below 1.2e-38, the least normal float32, may become
     zeros.
     """
@@ -116,7 +117,9 @@ def quantize(w: Tensor | Lazy, format: Format, importance: Tensor | None = None)
         TypeError,
     )
     got = f"quantize got shape {tuple(w.shape)}"
-    expect(w.ndim and w.numel(), f"{got}; wanted at least one element along one dim")
+    expect(w.ndim and w.shape[-1], f"{got}; wanted at least one element along one dim")
+    rows = w.numel() or format.vectors is None
+    expect(rows, f"{got}; {format.name} learns its vectors from the weight, which needs at least one row")
     expect(w.ndim > 1 or format.flat, f"{got}; wanted a matrix [out in], leave norms and biases dense")
     fix = "quantize each weight before, and stack them with tree.map(lambda *t: torch.stack(t), *packed)"
     expect(not is_mapped(w), f"quantize was called under vmap; {fix}", RuntimeError)
@@ -146,7 +149,7 @@ def _quantize(
     draws: Tensor | None = None,
 ) -> Packed:  # fmt: skip
     shape, dtype, w = tuple(w.shape), w.dtype, w.contiguous()  # because the order of a sum depends on strides
-    offset = _mean(w) if format.center else None
+    offset = (_mean(w) if w.numel() else w.new_zeros((), dtype=torch.float32)) if format.center else None
     given = w.reshape(-1, shape[-1])  # [rows width]
     if offset is not None:
         w = w.float() - offset

@@ -240,7 +240,7 @@ def _has_few_rows(x: Tensor, w: Tensor) -> bool:
 
 
 def _few_rows(x: Tensor, w: Tensor) -> Tensor:
-    return decoding.dense_matmul(x.reshape(-1, x.shape[-1]), w).reshape(*x.shape[:-1], len(w))
+    return decoding.dense_matmul(x.reshape(math.prod(x.shape[:-1]), x.shape[-1]), w).reshape(*x.shape[:-1], len(w))
 
 
 def _is_transformed() -> bool:

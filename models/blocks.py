@@ -57,8 +57,8 @@ def cross_entropy(logits: Tensor, targets: Tensor, count: Tensor | float | None 
 
     logits ``[... t vocab]``; targets int64 or int32 ``[... t]``, of which -100 is ignored. ``count`` is the number of
     targets of the global batch. The default is the number counted here (at least 1), which is right only for one
-    micro-batch on one process; on a mesh use ``decoder.loss``, or ``comm.total`` of the number. Raises the errors of
-    :func:`check_ids` and :func:`check_range`.
+    micro-batch on one process; on a mesh use ``decoder.loss``, or ``comm.total`` of the number. The loss of no targets
+    is 0, where torch's mean is NaN. Raises the errors of :func:`check_ids` and :func:`check_range`.
     """
     check_ids("targets", targets, "the logits'", logits.device, logits.shape[:-1])
     check_range("targets", targets, logits.shape[-1], IGNORE)

@@ -18,6 +18,7 @@ Source: Shazeer et al. 2017; the families' modelling files in transformers 5. gp
 and up on both sides, and compute ``(up + 1) · gate · sigmoid(alpha · gate)``.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -56,7 +57,7 @@ def mixture(x: Tensor, layer: Any, cfg: Config) -> Tensor:
     The layer has ``router`` [experts d], ``gate_up`` [experts 2·f d] and ``down`` [experts d f]. Each is a Tensor, a
     Packed or an Adapted. Biases may be absent: ``router_bias``, ``gate_up_bias`` [experts 2·f], ``down_bias``.
     """
-    rows = x.reshape(-1, x.shape[-1])  # [n d]
+    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])  # [n d]
     weights, chosen = route(rows, layer.router, layer.router_bias, cfg)
     order = chosen.flatten().argsort(stable=True)  # [n·k], the places in `chosen`, sorted by expert
     inverse, counts = order.argsort(), _counts(chosen, cfg.num_experts)

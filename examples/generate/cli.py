@@ -185,11 +185,13 @@ def run(options: Options, console: Console, write: Callable[[str], Any]) -> list
 
 
 def encoded(options: Options, text: data_tokenizer.Text, tokenizer: Tokenizer) -> list[list[int]]:
-    """Return the tokens of each prompt; raise ValueError for one without tokens."""
+    """Return the tokens of each prompt; raise ValueError for one without tokens, and for no prompts."""
     if options.chat is not None:
         found = prompts.encode_chats(prompts.chats(options.chat), text)
     else:
         found = [prompts.encode(prompt, tokenizer) for prompt in options.prompt]
+    if not found:
+        raise ValueError("prompts: got none; wanted text")
     for i, tokens in enumerate(found):
         if not tokens:
             raise ValueError(f"prompt {i} has no tokens; wanted text")

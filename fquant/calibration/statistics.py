@@ -7,6 +7,7 @@ a derivative, the sums over the rows of x: ``xᵀ · x``, ``|x|`` and their numb
 Collecting works through ``jit``, recomputed blocks, and a mesh whose ranks sum gradients.
 """
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -93,7 +94,7 @@ def collect(
 
 def linear(x: Tensor, probe: Statistics) -> Tensor:
     """Return the zero f[] that is added to a product of x f[... in], and whose backward fills ``probe``."""
-    return _Probe.apply(x.reshape(-1, x.shape[-1]), probe.second, probe.magnitude, probe.count)
+    return _Probe.apply(x.reshape(math.prod(x.shape[:-1]), x.shape[-1]), probe.second, probe.magnitude, probe.count)
 
 
 class _Probe(torch.autograd.Function):

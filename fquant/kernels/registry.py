@@ -114,10 +114,11 @@ def map_rows(op: Function, info: Any, in_dims: Any, *args: Any, shared: Collecti
     The rest of the arguments is as for a vmap rule of torch.library. Arguments whose places are in ``shared`` have no
     rows and are passed as they are.
     """
-    b, rows = info.batch_size, list(args)
+    b, rows, each = info.batch_size, list(args), 0
     for i, (arg, dim) in enumerate(zip(args, in_dims, strict=True)):
         if isinstance(arg, Tensor) and i not in shared:
-            rows[i] = (arg.expand(b, *arg.shape) if dim is None else arg.movedim(dim, 0)).flatten(0, 1)
+            mapped = arg.expand(b, *arg.shape) if dim is None else arg.movedim(dim, 0)
+            rows[i], each = mapped.flatten(0, 1), mapped.shape[1]
     out = op(*rows)
-    split = lambda t: t.unflatten(0, (b, len(t) // b))
+    split = lambda t: t.unflatten(0, (b, len(t) // b if b else each))
     return (split(out), 0) if isinstance(out, Tensor) else (tuple(map(split, out)), (0,) * len(out))

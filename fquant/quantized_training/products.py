@@ -7,6 +7,7 @@ its formats in a's dtype. The gradients are products of the same kind, by the re
 are those of the product without rounding.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ PLAIN = Products()
 
 def product(a: Tensor, b: Tensor, recipe: Products) -> Tensor:
     """Return ``a · bᵀ`` f[... n] in a's dtype, for a f[... k] and b f[n k], which is cast to that dtype."""
-    rows = a.reshape(-1, a.shape[-1])
+    rows = a.reshape(math.prod(a.shape[:-1]), a.shape[-1])
     return _Product.apply(rows, b.to(a.dtype), recipe).reshape(*a.shape[:-1], b.shape[0])
 
 
@@ -65,7 +66,7 @@ class _Product(torch.autograd.Function):
     def vmap(info: Any, in_dims: Any, a: Tensor, b: Tensor, recipe: Products) -> tuple[Tensor, int]:
         n, (at, of_b, _) = info.batch_size, in_dims
         alone = all(format.rows_alone and format.scale is None for format in recipe.output or ())
-        if of_b is None and alone:  # rows are independent, so examples are rows
+        if of_b is None and (alone or not n):  # rows are independent, so examples are rows
             rows = a.movedim(at, 0)
             return _Product.apply(rows.flatten(0, 1), b, recipe).unflatten(0, rows.shape[:2]), 0
         each = lambda t, dim: [t] * n if dim is None else t.unbind(dim)

@@ -17,6 +17,7 @@ Source: torchao's ``int8_weight_only_quantized_training`` rounds in each in-plac
 loads of a file differ; here loading is exact. Stochastic rounding: Gupta et al. 2015.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -143,7 +144,7 @@ def stochastic_quantize(w: Tensor, format: Format, key: Tensor, first: int = 0) 
 
 def linear(x: Tensor, w: Carried) -> Tensor:
     """Return what is added to the product with ``w.packed``: zeros f[... out] whose derivative is the carrier's."""
-    rows = x.reshape(-1, x.shape[-1])
+    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     return _Carry.apply(rows, w.carrier).reshape(*x.shape[:-1], w.carrier.shape[0])
 
 

@@ -61,7 +61,7 @@ def scales(rows: Tensor, format: Format, covers: bool = False) -> tuple[Tensor, 
         return mean.repeat(rows.shape[0], num_blocks(format, rows.shape[1])), None
     parts = [_scales(part, format, covers) for part in _chunks(rows)]
     scale = torch.cat([scale for scale, _ in parts])
-    if format.shared:
+    if format.shared and scale.numel():
         scale = scale.amax().repeat(scale.shape)  # a copy: one element of stride 0 is contiguous to torch
     return scale, torch.cat([zero for _, zero in parts]) if format.zero else None
 

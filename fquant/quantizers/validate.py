@@ -24,11 +24,11 @@ def check_importance(importance: Tensor, w: Tensor, format: Format) -> None:
 
 
 def largest(rows: Tensor, absmax: Tensor, format: Format) -> float | Tensor:
-    """Return the largest of the scales ``absmax``, 0 of meta tensors; raise ValueError unless it is finite.
+    """Return the largest of the scales ``absmax``, 0 of none and of meta tensors; raise ValueError unless it is finite.
 
     While a CUDA graph is recorded it stays on the device, which asserts that it is finite.
     """
-    if has_no_values(absmax):
+    if has_no_values(absmax) or not absmax.numel():
         return 0.0
     if is_recording(absmax.device):
         top = absmax.max()

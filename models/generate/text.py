@@ -152,9 +152,12 @@ def stream(
     get keys as in :func:`step`: samples of one prompt differ. The same key of a row gives the same text in any batch,
     up to the rounding of the products of a batch. ``step`` is :func:`step`, captured by default. ``agreed(all rows
     here have stopped)`` is true when all ranks have stopped; ranks with the same prompts need no other than ``bool``.
-    Raises ValueError for an empty prompt, no prompts, or more tokens than positions, before anything is computed.
+    Without prompts nothing is yielded. Raises ValueError for an empty prompt, or more tokens than positions, before
+    anything is computed.
     """
     check_request(prompts, cfg, max_new_tokens)
+    if not prompts:
+        return
     widest = max(map(len, prompts))
     longest = min(_power_of_two(widest + max_new_tokens), cfg.longest)
     texts = [list(prompt) for prompt in prompts]
@@ -194,11 +197,11 @@ def generate(params: decoder.Params, prompts: Sequence[Sequence[int]], cfg: Conf
 
 def check_request(prompts: Sequence[Sequence[int]], cfg: Config, max_new_tokens: int) -> None:
     """Raise the errors of :func:`stream` for prompts that it would refuse."""
-    if not prompts or not all(prompts):
-        raise ValueError(f"prompts: {len(prompts)}, and lengths from {min(map(len, prompts), default=0)}; wanted text")
+    if not all(prompts):
+        raise ValueError(f"prompts: {len(prompts)}, and lengths from {min(map(len, prompts))}; wanted text")
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens is {max_new_tokens}; wanted at least 1")
-    if (total := max(map(len, prompts)) + max_new_tokens) > cfg.longest:
+    if (total := max(map(len, prompts), default=0) + max_new_tokens) > cfg.longest:
         fix = "shorten the prompt or max_new_tokens"
         raise ValueError(
             f"prompts: {total} tokens with the new ones, want at most max_positions = {cfg.longest}; {fix}"

@@ -26,7 +26,7 @@ ALIGNED = 32  # columns: a decoded part starts at a multiple of this
 
 def encode(rows: Tensor, format: Format) -> tuple[Tensor, Tensor]:
     *outer, width = rows.shape
-    x = rows.reshape(-1, width).contiguous()
+    x = rows.reshape(math.prod(outer), width).contiguous()
     codes = empty(*outer, num_bytes(format, width), dtype=code_dtype(format))
     absmax = empty(*outer, num_blocks(format, width), dtype=torch.float32)
     if x.numel():

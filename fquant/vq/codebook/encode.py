@@ -3,6 +3,7 @@
 Distances are computed tile by tile, so those of all rows to all codes are never in memory together.
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
 
@@ -60,7 +61,8 @@ def encode_among(
         return torch.where(rows.finite(x)[..., None], best, -1)
 
     with torch.no_grad():
-        x_flat, given_flat = (t.detach().reshape(-1, t.shape[-1]) for t in (rows.at_least_float32(x), given))
+        flat = lambda t: t.detach().reshape(math.prod(t.shape[:-1]), t.shape[-1])
+        x_flat, given_flat = flat(rows.at_least_float32(x)), flat(given)
         found = rows.map_tiles(encode_tile, size, x_flat, given_flat)
     return found.reshape(*x.shape[:-1], *([] if top is None else [top]))
 

@@ -15,6 +15,7 @@ a mesh it is ``shard.rows(len(x), mesh, axes)``, or that of the sum of the mask.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -105,7 +106,8 @@ def row_mask(mask: Tensor, x: Tensor, name: str = "") -> Tensor:
 def flatten_heads(book: Book, t: Tensor, dims: int = 0) -> Tensor:
     """Reshape ``t`` [... (h) *rest] to [h n *rest], where ``rest`` has ``dims`` dims."""
     *heads, _, _ = book.codes.shape
-    return t.reshape(-1, *heads or [1], *t.shape[t.ndim - dims :]).transpose(0, 1)
+    outer = math.prod(t.shape[: t.ndim - dims - len(heads)])
+    return t.reshape(outer, *heads or [1], *t.shape[t.ndim - dims :]).transpose(0, 1)
 
 
 def unflatten_heads(t: Tensor, x: Tensor) -> Tensor:

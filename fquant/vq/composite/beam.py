@@ -9,6 +9,7 @@ the layer leaves. With all weight on the last layer it is the error of the sum. 
 keep the candidate with the better start, then the nearer code.
 """
 
+import math
 from collections.abc import Sequence
 from functools import partial
 
@@ -36,7 +37,7 @@ def encode(state: Residual, x: Tensor, beam: int, weights: Sequence[float] | Non
         raise ValueError(f"beam.encode: {len(weights)} weights for {len(layers)} layers; wanted one for each")
     with torch.no_grad():
         rest, live = residual.project_in("beam.encode", state, x.detach(), None)
-        flat = rest.reshape(-1, rest.shape[-1])
+        flat = rest.reshape(math.prod(rest.shape[:-1]), rest.shape[-1])
         codes = map_tiles(partial(_search, layers, weights, beam), beam * beam * rest.shape[-1], flat)
     return torch.where(live[..., None], codes.reshape(*live.shape, len(layers)), -1)
 

@@ -226,7 +226,6 @@ def test_bfloat16_stream():
 
 GQA = CONFIGS["grouped"]
 FAULTS = {
-    "no prompts": (dict(prompts=[]), "prompts: 0, and lengths from 0; wanted text"),
     "an empty prompt": (dict(prompts=[[1], []]), "prompts: 2, and lengths from 0; wanted text"),
     "no tokens": (dict(max_new_tokens=0), "max_new_tokens is 0; wanted at least 1"),
     "too many": (dict(max_new_tokens=100), "prompts: 150 tokens with the new ones, want at most max_positions = 128"),
