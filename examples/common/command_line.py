@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeVar
 import torch
 import tyro
 
-from fquant import Packed, format, optim, quantize, tree
+from fquant import FP4, NF4, Packed, format, optim, quantize, tree
 from fquant.format import Format
 from fquant.lazy import Lazy
 from fquant.tree import expect
@@ -81,15 +81,17 @@ def parse_targets(targets: str, cfg: Config | None = None) -> tuple[str, ...]:
 
 
 def check(cfg: Config, fmt: Format | None, seq: int, model: Any) -> None:
-    """Raise ValueError for a weight whose width is not a multiple of the block, and for more tokens than positions.
+    """Raise ValueError for rows that end in a part of a bitsandbytes block, and for more tokens than positions.
 
-    bitsandbytes would let blocks straddle rows, so PEFT would load the adapter beside another base.
+    bitsandbytes lets blocks straddle rows, so PEFT would load the adapter beside another base. Other formats have short
+    blocks at the ends of rows.
     """
+    block = fmt.block if fmt is not None and fmt.table in (NF4.table, FP4.table) else None
     for path, w in tree.items(decoder.shapes(cfg)):
-        if fmt is not None and fmt.block and path.split(".")[-1] in LINEARS and w.shape[-1] % fmt.block:
-            fits = [block for block in format.BLOCKS if w.shape[-1] % block == 0]
+        if fmt is not None and block and path.split(".")[-1] in LINEARS and w.shape[-1] % block:
+            fits = [size for size in format.BLOCKS if w.shape[-1] % size == 0]
             fix = f"use --block {fits[-1]}" if fits else "use --format int8"
-            fault = f"dim {w.ndim - 1} = {w.shape[-1]} is not a multiple of {fmt.name}'s block {fmt.block}"
+            fault = f"dim {w.ndim - 1} = {w.shape[-1]} is not a multiple of {fmt.name}'s block {block}"
             raise ValueError(f"{path}: {fault}; {fix}")
     if seq > cfg.max_positions:
         raise ValueError(f"--seq is {seq}; wanted at most {cfg.max_positions}, the positions of {model}")

@@ -118,19 +118,29 @@ def price(
 
     Seconds are those of a rank on ``device``. Without one, the step is that of the host, and no time is predicted.
     """
-    layers = job.cfg.num_layers
+    layers, few = job.cfg.num_layers, FEW + 2 * (job.offload is not None or job.ordered)
+    is_whole = job.offload_activations or layers <= few + 1 or len(set(map(repr, _weights(job).layers[few - 1 :]))) > 1
     found = []
-    few = layers if job.offload_activations else FEW + 2 * (job.offload is not None or job.ordered)
-    for size in (few, few + 1) if layers > few + 1 else (layers,):
-        found.append(figures(dataclasses.replace(job, cfg=dataclasses.replace(job.cfg, num_layers=size)), axes, device))
+    for count in (layers,) if is_whole else (few, few + 1):
+        found.append(figures(_first_layers(job, count), axes, device))
         done()
     less, more = found[0], found[-1]
     ranks = math.prod(axes.get(name, 1) for name in rules(job.offload).batch)
-    if job.ordered and len(found) > 1 and (more["adapters",] - less["adapters",]) // 4 % ranks:  # numbers of a layer
+    is_filled_up = job.ordered and (more["adapters",] - less["adapters",]) // 4 % ranks  # numbers of a layer
+    if is_filled_up or less.keys() != more.keys():
         return total(figures(job, axes, device))
-    if less.keys() != more.keys():
-        raise RuntimeError(f"layers are not alike: {min(less.keys() ^ more.keys())}; price the whole model")
     return total({name: less[name] + (layers - few) * (more[name] - less[name]) for name in less})
+
+
+def _weights(job: Job) -> Any:
+    """Return the base of a job, as a tree of meta tensors."""
+    return quantised(decoder.shapes(job.cfg, job.weights), job.format) if job.base is None else job.base
+
+
+def _first_layers(job: Job, count: int) -> Job:
+    """Return the job of the first ``count`` layers."""
+    base = None if job.base is None else dataclasses.replace(job.base, layers=job.base.layers[:count])
+    return dataclasses.replace(job, cfg=dataclasses.replace(job.cfg, num_layers=count), base=base)
 
 
 def figures(job: Job, axes: Mapping[str, int], device: Device | None = None) -> Figures:
@@ -188,8 +198,7 @@ def arguments(job: Job, mesh: DeviceMesh, device: Device | None = None) -> dict[
     rows = job.batch * job.accumulate * mesh.size() if job.ordered else None  # of which each rank has as many
     setup = Setup(job.cfg, mesh, opt, schedule, *sizes, stash=stash, train=job.train, ordered=rows)
     with torch.device("meta"):
-        shapes = decoder.shapes(job.cfg, job.weights)
-        weights = quantised(shapes, job.format) if job.base is None else job.base
+        weights = _weights(job)
         local = shard.abstract_local(weights, decoder.dims(job.cfg), setup.rules, mesh, job.train)
         is_full = job.train is not None
         trained = local if is_full else lora.init(weights, pattern(job.targets), job.rank)
@@ -205,8 +214,7 @@ def arguments(job: Job, mesh: DeviceMesh, device: Device | None = None) -> dict[
 
 def _traffic(captured: trace.Captured) -> Figures:
     """Return the bytes that all nodes but views read and write."""
-    nodes = captured.module.graph.nodes
-    working = [node for node in nodes if node.op == "call_function" and not graph.is_view(node)]
+    working = [n for n in captured.module.graph.nodes if n.op == "call_function" and not graph.is_view(n)]
     read, written = (sum(each) for each in zip(*map(roofline.traffic, working), strict=True))
     return {("read",): read, ("written",): written}
 
@@ -217,11 +225,8 @@ def _seconds(captured: trace.Captured, phases: Mapping[Node, str], device: Devic
         return {}
     rename = lambda node, kind: OPTIMISER if kind == roofline.ELEMENTWISE and phases.get(node) == UPDATE else kind
     found = roofline.predict(captured.module.graph, device, rename)
-    return {("seconds", kind): each for kind, each in found.by_kind.items()} | {
-        ("serial",): found.serial,
-        ("limit",): found.limit,
-        ("copying",): found.copying,
-    }
+    once = {(name,): getattr(found, name) for name in ("serial", "limit", "copying")}
+    return once | {("seconds", kind): each for kind, each in found.by_kind.items()}
 
 
 def _memory(captured: trace.Captured, phases: Mapping[Node, str], device: Device | None) -> Figures:
@@ -267,10 +272,8 @@ def _begin(nodes: list[Node], inputs: dict[Node, str], leaves: int | None, num_l
     elif whole := next((n for n in joined if len(n.all_input_nodes) > leaves), None):
         update = min(whole.all_input_nodes, key=nodes.index)
     else:
-        reads_moment = lambda node: any(
-            paths.get(near, "").startswith(KINDS["moments"]) for near in node.all_input_nodes
-        )
-        update = next(node for node in nodes if reads_moment(node))
+        is_moment = lambda node: paths.get(node, "").startswith(KINDS["moments"])
+        update = next(node for node in nodes if any(map(is_moment, node.all_input_nodes)))
     out = {update: UPDATE}
     backward = {0: "backward of the first layer", num_layers - 1: "backward of the last layer"}
     forward = True

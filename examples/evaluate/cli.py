@@ -108,8 +108,7 @@ def evaluate(options: Options, console: Console) -> list[Figures]:
     device = parse(options.device)
     cfg, dense = hf.lazy(options.model, device)
     formats = {name: parse_format(name, None) for name in options.formats}
-    for fmt in formats.values():
-        check(cfg, fmt, options.seq, options.model)
+    check(cfg, None, options.seq, options.model)
     adapters: dict[str, Adapters] = {"": {}} | {str(at): to(opened(at, cfg), device) for at in options.adapters}
     its = tokenizer.text(options.model, options.chat_template)
     questions = choices.read(options.choices) if options.choices else None
