@@ -11,6 +11,7 @@ error is ``‖decoded - w‖ / ‖w‖``. Paths are those of the trees here, and
 """
 
 import json
+import math
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -193,7 +194,9 @@ def compared(options: Options, found: Content, done: Callable[[], None]) -> Cont
         originals = {name: source.read for name, source in gguf_names.sources(cfg, params, "f32").items()}
     fault = f"{options.source}: none of its weights is in {options.against}; wanted the same model"
     tree.expect(any(row.path in originals for row in found.rows), fault)
-    return Content(found.kind, [_compared(row, originals, done) for row in found.rows], found.notes)
+    rows = [_compared(row, originals, done) for row in found.rows]
+    strange = [f"{x.path}: the error is {x.error}" for x in rows if x.error in ("nan", "inf")]
+    return Content(found.kind, rows, found.notes + strange)
 
 
 def _compared(row: Row, originals: Mapping[str, Callable[[], Any]], done: Callable[[], None]) -> Row:
@@ -222,9 +225,10 @@ def _lazy_row(path: str, leaf: Lazy) -> Row:
 
 
 def as_json(options: Options, found: Content) -> dict[str, Any]:
-    """Return the content as one object of JSON; an error is a number, or null where none was measured."""
+    """Return the content as one object of JSON; an error is a number, or null where none was measured or is finite."""
     keys = lambda row: {"path": row.path, "shape": row.shape, "format": row.format, "bytes": row.nbytes}
-    error = lambda row: {"error": None if row.error is None else float(row.error)}
+    value = lambda row: float(row.error) if row.error is not None and math.isfinite(float(row.error)) else None
+    error = lambda row: {"error": value(row)}
     total = {"bytes": sum(row.nbytes for row in found.rows), "notes": found.notes}
     tensors = [keys(row) | error(row) for row in found.rows]
     return {"source": str(options.source), "kind": found.kind, **total, "tensors": tensors}

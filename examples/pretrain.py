@@ -32,6 +32,7 @@ from fquant.io import safetensors
 from models import blocks, decoder, hf
 from models.config import Config
 
+from .common import finite
 from .common.devices import DeviceName, to
 from .common.model_folders import output
 from .common.progress import bar
@@ -135,7 +136,9 @@ def evaluate(params: Any, tokens: Tensor, segments: Tensor) -> float:
     """Return the loss over all sequences, a few at a time."""
     with torch.no_grad():
         parts = [loss(params, t, s) * len(t) for t, s in zip(tokens.split(8), segments.split(8), strict=True)]
-    return float(sum(parts)) / len(tokens)
+    found = float(sum(parts)) / len(tokens)
+    finite.check(found, "held out")
+    return found
 
 
 def sample(params: Any, tokenizer: Tokenizer, prompt: str, length: int, key: Tensor) -> str:
@@ -191,6 +194,7 @@ def train(options: Options) -> None:
         task = progress.add_task("training", total=steps)
         for i in range(1, steps + 1):
             grads, value = step(params, *next(source))
+            finite.check(float(value), f"step {i}")
             updates, state = optimizer.update(grads, state, params)
             params = optim.apply_updates(params, updates)
             progress.update(task, advance=1, description=f"loss {value:.3f}")

@@ -129,6 +129,7 @@ class Program(NamedTuple):
     validate: Callable[..., dict[str, Any]] = checkpoints.without_validation
     # run, state, figures of the step, folder -> what is published at the lowest loss, if it is not that of any step
     publish_best: Callable[..., None] | None = None
+    weights: Callable[[Any], tuple[Any, ...]] = lambda run: ()  # run -> trees, perhaps lazy, that its first loss is of
 
 
 T = TypeVar("T", bound=Options)

@@ -7,7 +7,6 @@ together: at the last step, when validations are no better, or after a signal (i
 
 from __future__ import annotations
 
-import math
 import signal
 from dataclasses import replace
 from functools import partial
@@ -17,7 +16,7 @@ import torch.distributed as dist
 
 import shard
 
-from . import checkpoints, devices, interrupts, launch, run_folder, tracking, verification
+from . import checkpoints, devices, finite, interrupts, launch, run_folder, tracking, verification
 from .checkpoints import Validation
 from .progress import Report
 
@@ -52,6 +51,7 @@ def work(program: Program, options: Options) -> Fault | None:
             shown.say(f"{where}; {program.title(run)}; writing {options.folder()}")
             state, number = train(program, run, state, history, shown)
             measured = None if number else program.measure(run, state, shown.say)
+            finite.check(measured, "the result")
         if first and not number:
             program.show(run, state, measured)
         shard.close()
@@ -61,6 +61,13 @@ def work(program: Program, options: Options) -> Fault | None:
         return Fault(1, str(error))
     if number:
         raise launch.Stopped("the run was stopped by a signal", signal.Signals(number))
+
+
+def _fix(program: Program, run: Any, done: int) -> str:
+    """Return what to do about a step whose figures are not finite; no rate is to blame for the first."""
+    if not done and (weights := program.weights(run)):
+        return finite.culprit(*weights)
+    return finite.SMALLER + ", or --dtype f32" * hasattr(run.options, "dtype")
 
 
 def train(program: Program, run: Any, state: Any, history: list[Validation], shown: Report) -> tuple[Any, int]:
@@ -77,10 +84,7 @@ def train(program: Program, run: Any, state: Any, history: list[Validation], sho
     with interrupts.noticed() as signals:
         while done < options.steps and not number and not checkpoints.is_over(history, options.patience):
             state, step = program.take(run, state)
-            if not math.isfinite(step.loss):
-                raise ValueError(f"step {done}: the loss is {step.loss}; use a smaller --lr")
-            if not math.isfinite(norm := getattr(step, "grad_norm", 0.0)):
-                raise ValueError(f"step {done}: the norm of the gradient is {norm}; use a smaller --lr, or --dtype f32")
+            finite.check(step, f"step {done}", partial(_fix, program, run, done))
             done += 1
             is_published = done % options.publish_every == 0 or done == options.steps
             is_validated = options.validate_every and (done % options.validate_every == 0 or done == options.steps)
@@ -93,6 +97,7 @@ def train(program: Program, run: Any, state: Any, history: list[Validation], sho
                 verified = done
             if is_validated:
                 step = replace(step, **program.validate(run, state))
+                finite.check(step, f"after step {done}")
                 history.append((done, step.validation))
                 publish = partial(program.publish, run, state)
                 best = partial(program.publish_best, run, state, step) if program.publish_best else publish

@@ -238,6 +238,14 @@ def sent(step: Any) -> int:
     return sum(collective.sent for collective in cost_of(captured).collectives)
 
 
+def share(step: Any, device: roofline.Device, seconds: float) -> float | None:
+    """Return the seconds of the captured ``step`` at the limit of ``device`` over those that it took.
+
+    None if that is above 1: a host reached less when it was measured, because other processes computed.
+    """
+    return found if (found := limit(step, device) / seconds) <= 1 else None
+
+
 @cache
 def limit(step: Any, device: roofline.Device) -> float:
     """Return the seconds of the captured ``step`` at the limit of ``device``, read off its graph once it is traced."""

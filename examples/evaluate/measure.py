@@ -4,6 +4,7 @@ The forward pass is captured: it is traced once for a base and a kind of adapter
 ``decoder.loss``, mapped over rows, so a packed weight is decoded once for a batch.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from fquant.format import Format
 from models import decoder
 from models.config import Config
 
+from ..common import finite
 from ..common.command_line import quantised
 from ..common.devices import to
 from ..data.dataset import Rows
@@ -32,6 +34,11 @@ class Variant:
     format_name: str
     adapter_name: str
     adapters: lora.Adapters
+
+    @property
+    def name(self) -> str:
+        """The format and the adapter in words."""
+        return f"{self.format_name} {self.adapter_name}".strip()
 
 
 @dataclass(frozen=True)
@@ -89,12 +96,22 @@ def measure(
     perplexity, found = None, (None, None)
     if text is not None:
         nats = losses(cfg, base, variant.adapters, text, batch, dtype, done).sum()
-        perplexity = float(torch.exp(nats / (text.targets >= 0).sum()))
+        nats = _finite(float(nats / (text.targets >= 0).sum()), variant, base)
+        perplexity = finite.perplexity(nats, variant.name)
     if task is not None:
-        found = choices.accuracies(task, -losses(cfg, base, variant.adapters, task.rows, batch, dtype, done))
+        scores = -losses(cfg, base, variant.adapters, task.rows, batch, dtype, done)
+        _finite(float(scores.sum()), variant, base)
+        found = choices.accuracies(task, scores)
     weights = [(w, like) for w, like in zip(_matrices(base), _matrices(decoder.shapes(cfg)), strict=True)]
     bits = 8 * sum(tree.nbytes(w) for w, _ in weights) / sum(like.numel() for _, like in weights)
     return Figures(variant.format_name, variant.adapter_name, tree.nbytes(base), bits, perplexity, *found)
+
+
+def _finite(nats: float, variant: Variant, base: Any) -> float:
+    """Return the loss of a variant; raise ValueError that names a weight for one that is not finite."""
+    if not math.isfinite(nats):
+        raise ValueError(f"{variant.name}: the loss is {nats}; {finite.culprit(base, variant.adapters)}")
+    return nats
 
 
 def _matrices(params: Any) -> list[Any]:

@@ -101,9 +101,9 @@ def summary(x: Step) -> str:
     return f"loss {x.loss:.4f}{held}  lr {x.lr:.1e}  {speed}  {memory}"
 
 
-def speed_text(tokens_per_second: float, share: float) -> str:
-    """Return the speed of a step, and its share of the limit, in words."""
-    return f"{tokens_per_second:,.0f} tok/s, {100 * share:.0f} % of the limit"
+def speed_text(tokens_per_second: float, share: float | None) -> str:
+    """Return the speed of a step, and its share of the limit if that is known, in words."""
+    return f"{tokens_per_second:,.0f} tok/s" + ("" if share is None else f", {100 * share:.0f} % of the limit")
 
 
 def publish(run: Run, state: State, folder: Path) -> None:
@@ -176,10 +176,9 @@ def table(result: Result, options: Options, ranks: int) -> Table:
     if result.perplexity_teacher is not None:
         divergences = f"{result.divergence_packed:.4f}", f"{result.divergence_adapted:.4f}"
         out.add_row(f"divergence from a teacher of perplexity {result.perplexity_teacher:.2f}", *blank, *divergences)
-    if result.survives is not None:
-        out.add_row(
-            "merged, and its share of the gain", *blank, f"{result.perplexity_merged:.2f}", f"{result.survives:.3f}"
-        )
+    if result.perplexity_merged is not None:
+        share = "" if result.survives is None else f"{result.survives:.3f}"
+        out.add_row("merged, and its share of the gain", *blank, f"{result.perplexity_merged:.2f}", share)
     return out
 
 
@@ -209,7 +208,7 @@ def curve(folder: Path, title: str, label: str) -> Path:
 
 PROGRAM = runs.Program(
     "qlora", Options(), prepare, train.start, train.take, measure, title, summary, show, train.placed, publish,
-    validate,
+    validate, weights=train.weights,
 )  # fmt: skip
 
 

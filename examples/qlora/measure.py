@@ -20,7 +20,7 @@ from models import decoder
 from models.config import Config
 from shard.device_mesh import device_of
 
-from ..common import devices, objectives, training_step
+from ..common import devices, finite, objectives, training_step
 from ..common.training_step import Setup, State
 from ..data import dataset as data
 from .adapters import merged as merged_base
@@ -81,7 +81,8 @@ def measure(run: Run, state: State, say: Callable[[str], None]) -> Result | Judg
         setup, dims = run.setup, decoder.dims(run.work.cfg)
         whole = shard.place(merged_base(run.work.packed, state.trained), dims, setup.rules, setup.mesh, run.work.cfg)
         merged = perplexity(run, shard.local(whole), {})
-        survives = (math.log(packed) - math.log(merged)) / (math.log(packed) - math.log(adapted))
+        gain = math.log(packed) - math.log(adapted)
+        survives = (math.log(packed) - math.log(merged)) / gain if gain else None
     more = merged, survives, None, None, None
     if run.teacher is not None:
         say("measuring the teacher")
@@ -125,7 +126,7 @@ def predict(run: Run, state: State, placed: Any) -> Cost:
 def perplexity(run: Run, local: Any, adapters: lora.Adapters, cfg: Config | None = None) -> float:
     """Return exp of the mean negative log likelihood of all held-out tokens beside the base ``local`` of ``cfg``."""
     setup = dataclasses.replace(run.setup, objective=objectives.Objective(), cfg=cfg or run.setup.cfg)
-    return math.exp(mean_loss(run, local, adapters, setup))
+    return finite.perplexity(mean_loss(run, local, adapters, setup), "the adapter" if adapters else "the base")
 
 
 def validate(run: Run, state: State) -> dict[str, float]:

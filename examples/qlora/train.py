@@ -83,7 +83,7 @@ class Step:
     grad_norm: float
     tokens: int  # targets in the global batch; of preferences, what the loss is divided by
     tokens_per_second: float  # of the rows of the batch
-    share: float  # of the limit (fquant/compile/roofline/prediction.py): its seconds over those of the step
+    share: float | None  # of the limit (fquant/compile/roofline/prediction.py); None if that cannot be right
     memory: int  # bytes of this rank (devices.Memory.used)
     held: int  # bytes that this rank's allocator has for them
     wire: int  # bytes that one rank sent
@@ -236,6 +236,11 @@ def placed(run: Run) -> verification.Placed:
     return verification.Placed(run.setup.mesh, run.setup.rules, {"the base": run.local} | teacher)
 
 
+def weights(run: Run) -> tuple[Any, ...]:
+    """Return what the first loss depends on: the base, a teacher, and adapters as they begin."""
+    return run.work.packed, run.work.adapters, run.work.teacher and run.work.teacher.weights
+
+
 def prepare_many(
     many: Sequence[Options], note: Note | None = None, progress: Progress | None = None, device: torch.device = HOST
 ) -> list[Work]:
@@ -289,6 +294,6 @@ def take(run: Run, state: State) -> tuple[State, Step]:
     value, norm, lr, tokens = torch.stack([t.double() for t in figures]).tolist()  # one wait for the device
     seconds = time.perf_counter() - began
     through = options.batch * options.accumulate * options.seq / seconds
-    share = training_step.limit(run.step, run.card) / seconds
+    share = training_step.share(run.step, run.card, seconds)
     memory = devices.memory(device_of(run.setup.mesh))
     return state, Step(step, value, lr, norm, int(tokens), through, share, *memory, training_step.sent(run.step))

@@ -136,7 +136,7 @@ def prepare(options: Options) -> bool:
 
 PROGRAM = runs.Program(
     "sweep", Options(), prepare, train.start, train.take, train.measure, title, summary, show, train.placed, publish,
-    train.validate, publish_best,
+    train.validate, publish_best, train.weights,
 )  # fmt: skip
 
 

@@ -26,7 +26,7 @@ from fquant import jit, tree
 from fquant.compile import all_gather_text
 from shard.device_mesh import device_of
 
-from ..common import devices, run_folder, training_step, verification
+from ..common import devices, finite, run_folder, training_step, verification
 from ..common.training_step import Measured, Micro, Setup, State
 from ..qlora import measure as measurement
 from ..qlora import train
@@ -63,7 +63,7 @@ class Step:
     losses: list[float]  # of each experiment, in nats a token
     rates: list[float]
     tokens_per_second: float  # of all experiments
-    share: float  # of the limit (fquant/compile/roofline/prediction.py)
+    share: float | None  # of the limit (fquant/compile/roofline/prediction.py)
     memory: int  # bytes of this rank (devices.Memory.used)
     held: int  # bytes that this rank's allocator has for them
     validation: float | None = None  # the lowest
@@ -131,6 +131,11 @@ def placed(run: Run) -> verification.Placed:
     return train.placed(run.runs[0])
 
 
+def weights(run: Run) -> tuple[Any, ...]:
+    """Return what the first losses depend on."""
+    return *train.weights(run.runs[0]), *(one.work.adapters for one in run.runs[1:])
+
+
 def equal_groups(runs: Sequence[train.Run], states: Sequence[State]) -> Groups:
     """Return the groups of experiments of one structure, split where the first gradients differ from those alone."""
     by_kind: dict[Any, list[int]] = {}
@@ -163,7 +168,7 @@ def take(run: Run, training: States) -> tuple[States, Step]:
     losses, rates = torch.stack([torch.stack(each) for each in figures]).tolist()  # one wait for the device
     tokens = len(run.runs) * options.batch * options.accumulate * options.seq
     seconds = time.perf_counter() - began
-    speed = tokens / seconds, training_step.limit(run.step, first.card) / seconds
+    speed = tokens / seconds, training_step.share(run.step, first.card, seconds)
     worst = next((x for x in losses if not math.isfinite(x)), min(losses))
     memory = devices.memory(device_of(first.setup.mesh))
     return States(states, training.done + 1), Step(step, worst, losses, rates, *speed, *memory)
@@ -186,4 +191,7 @@ def measure(run: Run, training: States, say: Callable[[str], None]) -> list[Resu
         if key not in bases:
             bases[key] = measurement.mean_loss(one, one.local, {})
     named = zip(run.options.names(), run.runs, losses, strict=True)
-    return [Result(name, x, bases[one.options.sources()]) for name, one, x in named]
+    results = [Result(name, x, bases[one.options.sources()]) for name, one, x in named]
+    for x in results if run.options.objective == "sft" else ():
+        _ = finite.perplexity(x.loss, x.name), finite.perplexity(x.base, "the base")
+    return results

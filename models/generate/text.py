@@ -130,6 +130,7 @@ def step(
     return _choose(logits, cache, key, how), cache
 
 
+NONE = -1  # the token of logits that are not finite
 captured_step = jit(step, donate=("cache",), max_traces=64)
 
 
@@ -137,7 +138,8 @@ def _choose(logits: Tensor, cache: Cache, key: Tensor | None, how: Sampling) -> 
     if key is not None:
         keys = key if key.ndim else random.fold(key, torch.arange(len(logits), device=key.device))  # [b]
         key = random.fold(keys, cache.lengths)
-    return sample(logits, how, key, cache.seen if cache.seen.shape[1] else None)
+    token = sample(logits, how, key, cache.seen if cache.seen.shape[1] else None)
+    return torch.where(logits.amax(-1).isfinite(), token, NONE)  # a NaN is the largest
 
 
 def stream(
@@ -153,7 +155,7 @@ def stream(
     up to the rounding of the products of a batch. ``step`` is :func:`step`, captured by default. ``agreed(all rows
     here have stopped)`` is true when all ranks have stopped; ranks with the same prompts need no other than ``bool``.
     Without prompts nothing is yielded. Raises ValueError for an empty prompt, or more tokens than positions, before
-    anything is computed.
+    anything is computed. Raises ValueError for logits that are not finite.
     """
     check_request(prompts, cfg, max_new_tokens)
     if not prompts:
@@ -172,6 +174,9 @@ def stream(
     live = [True] * len(texts)
     for made in range(1, max_new_tokens + 1):
         found = token.tolist()
+        if NONE in found:
+            fault = f"prompt {found.index(NONE)}: logits are not finite at token {made}"
+            raise ValueError(f"{fault}; wanted finite weights, or another dtype of the computation")
         yield [each if alive else None for each, alive in zip(found, live, strict=True)]
         for text, each in zip(texts, found, strict=True):
             text.append(each)

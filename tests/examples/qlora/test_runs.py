@@ -310,6 +310,14 @@ def test_a_step_shows_its_share_of_the_limit(given, tmp_path, dtype):
     assert wanted in line and cli.speed_text(15756.6, 0.716) == "15,757 tok/s, 72 % of the limit"
 
 
+@pytest.mark.parametrize(
+    ("seconds", "share", "line"), [(4.0, 0.5, "8 tok/s, 50 % of the limit"), (1.0, None, "8 tok/s")]
+)
+def test_a_share_above_one_is_not_shown(monkeypatch, seconds, share, line):
+    monkeypatch.setattr(training_step, "limit", lambda step, device: 2.0)
+    assert training_step.share(None, CARD, seconds) == share and cli.speed_text(8.0, share) == line
+
+
 @pytest.fixture(scope="module")
 def without_offload(given, tmp_path_factory):
     """A short run with a state in the middle."""
