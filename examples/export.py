@@ -38,7 +38,7 @@ from models.config import Config
 from models.export import bitsandbytes, compressed_tensors, dense, folder, gguf
 
 from .common import checkpoints, run_folder
-from .common.command_line import DTYPES, command_line
+from .common.command_line import DTYPES, Ignored, check_used, command_line
 from .common.model_folders import MIB, companions, output
 from .common.progress import bar
 from .common.training_step import State
@@ -52,6 +52,12 @@ KINDS: dict[str, tuple[str, ...]] = {  # of each target, its default first
     "gguf": ("q4_k", *(kind for kind in gguf.FILE_TYPES if kind != "q4_k")),
     "compressed-tensors": tuple(compressed_tensors.KINDS),
     "merged": tuple(DTYPES),
+}
+
+
+IGNORED: Ignored = {
+    "shard": (lambda x: x.to in ("gguf", "adapter"), "is of a folder of weights; leave it out"),
+    "tokenizer": (lambda x: x.to != "gguf", "is of --to gguf; folders have the tokenizer beside the weights"),
 }
 
 
@@ -96,6 +102,7 @@ class Options:
             raise ValueError("--to adapter has neither --adapter nor --resume; leave them out")
         if not 0 < self.shard <= 1 << 20:
             raise ValueError(f"--shard is {self.shard}; wanted GiB above 0")
+        check_used(self, IGNORED)
         return replace(self, kind=self.kind or (kinds[0] if kinds else None))
 
 

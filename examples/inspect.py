@@ -82,6 +82,7 @@ def main(args: list[str] | None = None) -> int:
     console = Console(stderr=True)
     try:
         options = command_line(Options(Path()), args, "python -m examples.inspect")
+        tree.expect(options.source != Path(), "there is no DIR|FILE; wanted a folder or file to show; see --help")
         found = inspect(options.source)
         if options.against is not None:
             with bar(console, console.is_terminal) as progress:

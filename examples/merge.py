@@ -38,7 +38,7 @@ from models import hf
 from models.config import Config
 from models.export import dense, folder
 
-from .common.command_line import DTYPES, FormatName, command_line, parse_format
+from .common.command_line import DTYPES, FormatName, check_used, command_line, parse_format
 from .common.model_folders import Loss, companions, decoded, is_quantised, kind_of, loss, output
 from .common.progress import bar
 
@@ -70,6 +70,9 @@ class Options:
             raise ValueError(f"--scales has {len(self.scales)} numbers; wanted one for each of {len(self.adapters)}")
         if not 0 < self.shard <= 1 << 20:
             raise ValueError(f"--shard is {self.shard}; wanted GiB above 0")
+        check_used(
+            self, {"shard": (lambda x: x.format != "none", "is of a plain folder; packed weights have one file")}
+        )
         return parse_format(self.format, self.block)
 
     @property

@@ -10,6 +10,7 @@ model, in float32 on packed documents. The weights are saved in bfloat16.
 import ast
 import itertools
 import json
+import math
 import sys
 import sysconfig
 import time
@@ -20,7 +21,6 @@ from pydoc_data.topics import topics
 from typing import Any
 
 import torch
-import tyro
 from rich.console import Console
 from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
 from tokenizers import models as tokenizer_models
@@ -33,6 +33,7 @@ from models import blocks, decoder, hf
 from models.config import Config
 
 from .common import finite
+from .common.command_line import check_least, check_used, command_line
 from .common.devices import DeviceName, to
 from .common.model_folders import output
 from .common.progress import bar
@@ -49,7 +50,7 @@ CONFIG = Config(
 class Options:
     """Train a small Llama on the Python standard library's documentation."""
 
-    out: Path
+    out: Path = Path()
     """folder to write, in Hugging Face layout"""
     minutes: float = 30.0
     """time to train; sets the number of steps by the pace of the first few"""
@@ -74,6 +75,17 @@ class Options:
     """CPU threads"""
     every: int = 200
     """steps between two lines of the log"""
+
+    def check(self) -> None:
+        """Raise ValueError for values out of range, and for options that do nothing."""
+        least = dict.fromkeys(("steps", "seq", "batch", "threads", "every"), 1)
+        check_least(self, least | {"warmup": 0, "weight_decay": 0, "held_out": 2})
+        for name in ("minutes", "lr"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"--{name} is {getattr(self, name)}; wanted a number above 0")
+        check_used(self, {"minutes": (lambda x: x.steps is not None, "is in place of --steps; leave one out")})
+        if self.out == Path():
+            raise ValueError("there is no --out; wanted --out DIR, a folder to write")
 
 
 def documents() -> list[str]:
@@ -158,6 +170,7 @@ def sample(params: Any, tokenizer: Tokenizer, prompt: str, length: int, key: Ten
 
 def main(options: Options) -> None:
     """Train and save the model and its tokenizer; raise ValueError for a folder in use or impossible options."""
+    options.check()
     with output(options.out, resume=True):
         train(options)
 
@@ -224,7 +237,7 @@ def write_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
 
 if __name__ == "__main__":
     try:
-        main(tyro.cli(Options))
+        main(command_line(Options(), None, "python -m examples.pretrain"))
     except ValueError as error:
-        print(error, file=sys.stderr)
+        print(f"pretrain: {error}", file=sys.stderr)
         sys.exit(2)

@@ -38,6 +38,8 @@ from .common.command_line import DTYPES, FormatName, command_line, parse_format
 from .common.model_folders import MIB, Loss, companions, count, is_quantised, kind_of, loss, output
 from .common.progress import bar
 
+NOT_GIVEN = Path()
+
 
 @dataclass(frozen=True)
 class Options:
@@ -58,6 +60,9 @@ class Options:
 
     def checked(self) -> Format:
         """Return the format; raise ValueError for options that do not fit together."""
+        for name, at in (("IN", self.model), ("OUT", self.out)):
+            if at == NOT_GIVEN:
+                raise ValueError(f"there is no {name}; wanted a folder to read, and one to write; see --help")
         fmt = parse_format(self.format, self.block)
         if fmt is None:
             raise ValueError("--format none leaves nothing to do; wanted a format, see --help")
@@ -85,7 +90,7 @@ def main(args: list[str] | None = None) -> int:
     """Run the command line ``args`` and return its exit status: 0, or 2 for bad input, which one line names."""
     console = Console()
     try:
-        options = command_line(Options(Path(), Path()), args, "python -m examples.quantize")
+        options = command_line(Options(NOT_GIVEN, NOT_GIVEN), args, "python -m examples.quantize")
         fmt = options.checked()
         start = time.monotonic()
         with output(options.out, options.resume), bar(console, console.is_terminal) as progress:

@@ -18,6 +18,16 @@ from .tree import node, static
 class Loadable:
     """Base of nodes whose content, and so whose inner paths, are invisible until a Comm loads them."""
 
+    def __getattr__(self, name: str) -> Any:
+        fault = f"{type(self).__name__!r} object has no attribute {name!r}"
+        raise AttributeError(f"{fault}; its block is not loaded: call comm.load on it first")
+
+
+def wanted_weights(verb: str, w: Any) -> TypeError:
+    """Return the error of a weight ``w`` that ``verb`` does not know."""
+    fix = "; its block is not loaded: call comm.load on it first" if isinstance(w, Loadable) else ""
+    return TypeError(f"{verb} got a weight of type {type(w).__name__}; wanted Tensor, Packed or Adapted{fix}")
+
 
 @node
 class AfterLoad(Loadable):

@@ -24,6 +24,7 @@ from torch import Tensor
 from . import random
 from .adapted.merge_aware import StraightThrough, passed
 from .autodiff import forward_mode, to_front
+from .communication import wanted_weights
 from .kernels import grouped_ops, packed_ops
 from .kernels.spec import SLOTS, Spec
 from .packed import Packed, buffers
@@ -60,7 +61,7 @@ def grouped_linear(x: Tensor, w: Weight, counts: Tensor, bias: Tensor | None = N
             update = lambda a, b: _factor(_factor(x.to(a.dtype), a, counts), b, counts)
             y = passed(grouped_linear(x, found.merged, counts), update, found.a, found.b)
         case _:
-            raise TypeError(f"grouped_linear got a weight of type {type(w).__name__}; wanted Tensor, Packed or Adapted")
+            raise wanted_weights("grouped_linear", w)
     if bias is None:
         return y
     if bias.shape != (wanted := (counts.shape[0], y.shape[-1])):

@@ -25,7 +25,7 @@ from .adapted.merge_aware import StraightThrough
 from .adapted.nodes import Adapted, AdaptedSlots, Lora, Scaled, scaling
 from .calibration import statistics
 from .calibration.statistics import Probed
-from .communication import LookedUpRows
+from .communication import LookedUpRows, wanted_weights
 from .device import HOST
 from .dynamic_quantization import Activations, Outliers, fake_quantize, separate
 from .format import Format
@@ -88,7 +88,7 @@ def linear(x: Tensor, w: Weight, bias: Tensor | None = None, act: Activations | 
         case Trainable(weight=dense, recipe=FakeQuantization() as recipe):
             y = linear(x, _fake(dense, recipe), act=recipe.act)
         case _:
-            raise TypeError(f"linear got a weight of type {type(w).__name__}; wanted Tensor, Packed or Adapted")
+            raise wanted_weights("linear", w)
     return y if bias is None else _with_bias(y, bias)
 
 
@@ -116,7 +116,7 @@ def embedding(tokens: Tensor, w: Weight | LookedUpRows) -> Tensor:
         case Adapted():
             return _adapted_rows(tokens, w)
         case _:
-            raise TypeError(f"embedding got a weight of type {type(w).__name__}; wanted Tensor, Packed or Adapted")
+            raise wanted_weights("embedding", w)
 
 
 def merged(w: Adapted | StraightThrough, like: Any = None) -> StraightThrough:

@@ -1,7 +1,11 @@
 """Options that several programs have, parsed from text: formats, weights to adapt, meshes; and command lines."""
 
+import contextlib
 import dataclasses
 import difflib
+import io
+import itertools
+from collections.abc import Callable
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -116,9 +120,43 @@ def check_least(options: Any, least: dict[str, int]) -> None:
             raise ValueError(f"--{name.replace('_', '-')} is {getattr(options, name)}; wanted at least {low}")
 
 
+Ignored = dict[str, tuple[Callable[[Any], bool], str]]  # of an option: when it does nothing, and why
+
+
+def check_used(options: Any, ignored: Ignored) -> None:
+    """Raise ValueError for an option that is given, and does nothing beside the others."""
+    defaults = {field.name: field.default for field in dataclasses.fields(options)}
+    for name, (does_nothing, why) in ignored.items():
+        if (value := getattr(options, name)) != defaults[name] and does_nothing(options):
+            raise ValueError(f"{spelled(name, value, isinstance(defaults[name], bool))} {why}")
+
+
+def spelled(name: str, value: Any, is_flag: bool = False) -> str:
+    """Return an option and its value as on the command line."""
+    text = name.replace("_", "-")
+    if is_flag:
+        return f"--{text}" if value else f"--no-{text}"
+    return f"--{text} {' '.join(map(str, value)) if isinstance(value, tuple) else value}"
+
+
+def _one_line(said: str) -> str:
+    """Return what tyro says of a command line, a title over sections with rules between them, as one line."""
+    lines = [line.strip("│╭╮╰╯ ") for line in said.splitlines()[1:]]
+    sections = [[*section] for is_text, section in itertools.groupby(lines, lambda x: bool(x.strip("─-"))) if is_text]
+    found = " ".join(" ".join(sections[0]).split()) if sections else said
+    return f"{found.split(' Got errors:')[0].rstrip('.')}; see --help"
+
+
 def command_line(default: T, args: list[str] | None, prog: str) -> T:
-    """Return the options on the command line, else those of ``default``; raise ValueError for an unknown one."""
-    options, unknown = tyro.cli(type(default), args=args, default=default, prog=prog, return_unknown_args=True)
+    """Return the options on the command line, else those of ``default``; raise ValueError for one that is wrong."""
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            options, unknown = tyro.cli(type(default), args=args, default=default, prog=prog, return_unknown_args=True)
+    except SystemExit as error:
+        if not error.code:  # --help
+            raise
+        raise ValueError(_one_line(said.getvalue())) from None
     if unknown:
         names = [f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(type(default))]  # type: ignore
         close = difflib.get_close_matches(unknown[0].split("=")[0], names, n=1)

@@ -73,6 +73,8 @@ class Options:
         tracking.check(self.track)
         if self.resume is not None and self.out is not None:
             raise ValueError("--resume continues in its own folder; leave out --out")
+        if self.restarts and "RANK" in os.environ:
+            raise ValueError(f"--restarts {self.restarts} under torchrun, which restarts ranks; use its --max-restarts")
         if self.elastic and self.out is None and self.resume is None:
             raise ValueError("--elastic begins a run in --out or goes on there; give --out")
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from ..common.command_line import Ignored
 from . import dataset
 from .dataset import Preferences, Rows, Stored
 from .store import Progress
@@ -17,6 +18,15 @@ NAMED = {  # kinds of data
     "documents": "texts, instructions or chats", "pairs": "pairs of chosen and rejected answers",
     "labelled": "answers with a label",
 }  # fmt: skip
+
+
+OF_FILES = "is of files, and no --data names any; give --data"
+IGNORED: Ignored = {
+    "characters": (lambda x: x.data is not None, "is of the standard library's source, and --data is given"),
+    "holdout": (lambda x: x.eval_data is not None, "is of --data, and --eval-data is what is held out"),
+    "chat_template": (lambda x: x.data is None and x.eval_data is None, OF_FILES),
+    "parse_special": (lambda x: x.data is None and x.eval_data is None, OF_FILES),
+}
 
 
 @dataclass(frozen=True)

@@ -30,13 +30,27 @@ from fquant.lora import Adapters
 from models import hf
 from models.config import Config
 
-from ..common.command_line import DTYPES, FormatName, check, check_least, command_line, parse_format
+from ..common.command_line import (
+    DTYPES,
+    FormatName,
+    Ignored,
+    check,
+    check_least,
+    check_used,
+    command_line,
+    parse_format,
+)
 from ..common.devices import DeviceName, to
 from ..common.progress import bar, draw, widen
 from ..data import dataset, tokenizer
 from ..qlora.options import SHIPPED
 from . import choices
 from .measure import Figures, Variant, measure
+
+IGNORED: Ignored = {
+    "chat_template": (lambda x: x.data is None, "is of chats, and no --data has any; give --data"),
+    "rows": (lambda x: x.data is None and x.choices is not None, "is of texts, and --choices alone is measured"),
+}
 
 
 @dataclass(frozen=True)
@@ -72,6 +86,7 @@ class Options:
 
     def check(self) -> None:
         """Raise ValueError for values out of range."""
+        check_used(self, IGNORED)
         check_least(self, {"rows": 1, "seq": 2, "batch": 1})
         if not self.formats or len(set(self.formats)) < len(self.formats):
             raise ValueError(f"--formats {' '.join(self.formats)}: wanted at least one, and each once")

@@ -31,7 +31,7 @@ from fquant.kernels.cpu.threads import usable_cores
 from fquant.lazy import Lazy
 from models import generate, hf
 
-from ..common.command_line import DTYPES, FormatName, check_least, command_line, parse_format, quantised
+from ..common.command_line import DTYPES, FormatName, check_least, check_used, command_line, parse_format, quantised
 from ..common.devices import DeviceName, to
 from ..common.progress import bar
 from ..data import tokenizer as data_tokenizer
@@ -78,6 +78,11 @@ class Options:
 
     def check(self) -> None:
         """Raise ValueError for options that do not fit together."""
+        if self.model == Path():
+            raise ValueError("there is no --model; wanted --model DIR, the folder of a decoder")
+        check_used(
+            self, {"chat_template": (lambda x: x.chat is None, "is of chats; give --chat FILE, or leave it out")}
+        )
         check_least(self, {"max_new_tokens": 1})
         if bool(self.prompt) == (self.chat is not None):
             raise ValueError("wanted one of --prompt TEXT and --chat FILE")
@@ -135,6 +140,8 @@ def run(options: Options, console: Console, write: Callable[[str], Any]) -> list
     device = parse(options.device)
     settings = prompts.settings(options.model)
     how = prompts.sampling(settings, asdict(options))
+    if options.seed and not how.temperature:
+        raise ValueError(f"--seed is {options.seed}, and the likeliest tokens are taken; give a --temperature above 0")
     stop = prompts.stop_tokens(settings)
     if left := prompts.unapplied(settings):
         console.print(f"[yellow]not applied[/] of generation_config.json: {', '.join(left)}", highlight=False)

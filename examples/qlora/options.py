@@ -20,10 +20,11 @@ from fquant.device import HOST, parse
 from models.losses import preference
 
 from ..common import objectives, runs
-from ..common.command_line import MOMENTS, FormatName, MomentsName, parse_format
+from ..common.command_line import MOMENTS, FormatName, Ignored, MomentsName, check_used, parse_format
 from ..common.devices import DeviceName
 from ..common.tracking import Tracker
 from ..common.training_step import Checkpoint, Offload
+from ..data.options import IGNORED as OF_DATA
 from ..data.options import DataOptions
 from . import full_training
 from .adapters import AdapterOptions
@@ -34,6 +35,18 @@ DEMO_FULL = {"lr": 1e-3, "compare_dense": False}
 EPOCHS = 3.0
 LARGE = 30_000_000_000  # parameters
 RATE, RATE_LARGE, RATE_FULL = 2e-4, 1e-4, 2e-5
+
+
+IGNORED: Ignored = {
+    "dither": (lambda x: not x.merge_aware or x.adapter is not None, "is of --merge-aware, and of new adapters"),
+    "compare_dense": (
+        lambda x: x.compare_dense and (x.format == "none" or x.objective not in objectives.ON_DOCUMENTS),
+        "measures the perplexity of a base before it is packed; give a --format, and an --objective on texts",
+    ),
+    "show_data": (
+        lambda x: x.objective not in objectives.ON_DOCUMENTS, "shows texts, and this --objective has preferences",
+    ),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -157,6 +170,7 @@ class Options(AdapterOptions, DataOptions, runs.Options):
         self.check_data()
         self.check_objective()
         full_training.check(self)
+        self.check_used()
         if self.ordered and not self.can_be_ordered():
             fault = "--train full" if self.train == "full" else f"--objective {self.objective}"
             raise ValueError(f"--ordered with {fault}, whose gradients are not sums of those of rows; leave it out")
@@ -165,6 +179,11 @@ class Options(AdapterOptions, DataOptions, runs.Options):
         if self.steps is not None:
             self.check_warmup(self.steps)
         parse_format(self.format, self.block)
+
+    def check_used(self) -> None:
+        """Raise ValueError for an option that does nothing; in the folder of a run none is left open."""
+        if self.resume is None:
+            check_used(self, IGNORED | OF_DATA)
 
     def check_objective(self) -> None:
         """Raise ValueError for options of another objective, and for adapters that cannot be merged."""

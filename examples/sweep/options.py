@@ -8,6 +8,7 @@ from typing import Any
 
 from fquant.tree import expect
 
+from ..common.command_line import spelled
 from ..qlora import options as qlora
 
 # What may vary: all that changes data, adapters or optimiser, and neither the base nor the shape of a step.
@@ -34,8 +35,15 @@ class Options(qlora.Options):
         expect(self.train == "lora", "--train full of a sweep; wanted lora, or a run of examples.qlora for each")
         for one in self.experiments():
             one.check()
+        for name in self.values() if self.resume is None else ():
+            given = getattr(self, name)
+            fault = f"{spelled(name, given)} with --vary {name}=..., which has its own values"
+            expect(given == Options.__dataclass_fields__[name].default, f"{fault}; leave one out")
         names = self.names()
         expect(len(set(names)) == len(names), "--vary: two values have one name; leave one out, or rename the file")
+
+    def check_used(self) -> None:
+        """Check nothing, because each experiment is checked with its own values."""
 
     def values(self) -> dict[str, list[Any]]:
         """Return the values of each option that varies; raise ValueError for what cannot be read."""

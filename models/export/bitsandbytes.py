@@ -108,6 +108,9 @@ def _packed(leaf: Tensor | Packed, format: Format) -> Packed:
         format = replace(format, flat=True)  # bitsandbytes' blocks straddle rows then
     if isinstance(leaf, Tensor):
         return quantize(leaf, format)
+    if format.flat and leaf.format == replace(format, flat=False):
+        fault = f"got blocks of {format.block} that end with each row of {width}, wanted blocks that straddle rows"
+        raise ValueError(f"{fault}, as bitsandbytes has; dequantize it first")
     fix = f"dequantize it first, or export to {leaf.format.name}"
     expect(leaf.format == format, f"got a Packed of {leaf.format}, wanted {format}; {fix}")
     return leaf

@@ -7,7 +7,7 @@ import torch
 from torch.func import grad, jvp, vjp, vmap
 
 from fquant import jit, lora, random, tree
-from fquant.communication import LookedUpRows
+from fquant.communication import AfterLoad, LookedUpRows
 from fquant.format import AQ_2X8, AQ_3X8, DYNAMIC8, INT4_ZERO, INT8, NF4, NF4_DQ
 from fquant.packed import dequantize, quantize
 from fquant.packed_linear import Adapted, Lora, embedding, linear, scaling
@@ -336,3 +336,10 @@ def test_stacks_of_another_kind_of_format():
     stack, x = tree.map(lambda *t: torch.stack(t), *each), draw("x", 3, 33)
     wanted = torch.stack([linear(row, w) for row, w in zip(x, each, strict=True)])
     torch.testing.assert_close(vmap(linear)(x, stack), wanted)
+
+
+@pytest.mark.parametrize("verb", [linear, lambda x, w: embedding(x.long(), w), lambda x, w: w.q])
+def test_a_block_that_is_not_loaded(verb):
+    block = AfterLoad(torch.ones(1), (), lambda block, args: block)
+    with pytest.raises((TypeError, AttributeError), match="AfterLoad.*; its block is not loaded: call comm.load on it"):
+        verb(torch.ones(2, 64), block)

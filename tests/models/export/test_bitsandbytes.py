@@ -111,6 +111,11 @@ def test_refused(tmp_path):
         (pack("embed", NF4), NF4, "embed: got a Packed, but bitsandbytes folders keep it dense; dequantize it first"),
         (params, dataclasses.replace(INT8, name="mine", block=32), "bitsandbytes has no mine; wanted nf4, fp4 or int8"),
     ]
+    odd = dataclasses.replace(LLAMA, hidden=80)
+    rows = tree.map_at("layers.0.down", lambda w: quantize(w, NF4), random_params(odd))
+    fault = "layers.0.down: got blocks of 64 that end with each row of 80, wanted blocks that straddle rows"
+    with pytest.raises(ValueError, match=fault):
+        bitsandbytes.save(tmp_path / "a", odd, rows, NF4)
     for given, format, fault in cases:
         with pytest.raises(ValueError, match=fault):
             bitsandbytes.save(tmp_path / "a", LLAMA, given, format)
