@@ -28,7 +28,7 @@ class Chat(NamedTuple):
     pieces: list[tuple[str, bool]]  # True: special tokens in this piece stay text
     spans: list[Span]  # in the joined pieces
     skipped: int  # assistant turns that the template rewrites
-    ended: bool  # each turn that counts ends in a special token
+    ended: bool  # each turn that counts ends in a special token that counts
 
 
 def chat(template: Template, messages: list[Message], first: int = 0, prompt: bool = False, **values: Any) -> Chat:
@@ -43,9 +43,12 @@ def chat(template: Template, messages: list[Message], first: int = 0, prompt: bo
     if prompt:
         spans, skipped, ended = [], 0, True
     elif template.has_tag and not first:
-        spans, skipped, ended = list(template.tracker.spans), 0, True  # type: ignore[attr-defined]
-        if not any(a < b for a, b in spans):
+        spans, skipped = list(template.tracker.spans), 0  # type: ignore[attr-defined]
+        said = [whole[a:b].rstrip() for a, b in spans if a < b]
+        if not said:
             raise ValueError("its {% generation %} tag marks nothing in this chat")
+        spoken = sum(message.get("role") == "assistant" for message in messages) or 1  # a turn may have several spans
+        ended = sum(text.endswith(template.specials) for text in said) >= min(spoken, len(said))
     else:
         render: Render = lambda turns, prompt: template.text(turns, prompt, **values)
         spans, skipped, ended = turns(template, render, messages, whole, first)

@@ -2,11 +2,12 @@
 
 import json
 import re
+from collections import Counter
 
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from examples.data import tokenizer, workers
+from examples.data import encode, records, tokenizer, workers
 from tests.helpers.data.chats import ASSISTANT, FAMILIES, MORE, SYSTEM, TOOLS, USER, chat_in_process, chats, installed
 from tests.helpers.tokenizers import write
 
@@ -202,3 +203,31 @@ def test_notes_of_chats(tmp_path):
     assert found[1] == {said: 1}
     silent = "an assistant's turn has no special token at its end, so a model does not learn to stop"
     assert found[2] == {said: 1, silent: 1}
+
+
+TAGS = {  # a template's assistant turn, and whether a model learns to stop
+    "{% generation %}{{ m.content }}{% endgeneration %}<|im_end|>": False,
+    "{% generation %}{{ m.content }}{% endgeneration %}": False,
+    "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}": True,
+    "{%- generation -%}{{ m.content + '<|im_end|>\n' }}{%- endgeneration -%}": True,
+    "{% generation %}{{ m.content }}{% if not loop.last %}<|im_end|>{% endif %}{% endgeneration %}": False,
+    "{% generation %}{{ m.content }}{% endgeneration %}</think>{% generation %}x<|im_end|>{% endgeneration %}": True,
+    "{% generation %}{% endgeneration %}{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}": True,
+    "{% if loop.last %}{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}{% else %}x{% endif %}": True,
+}
+
+
+@pytest.mark.parametrize("turn, learns", TAGS.items())
+def test_tags_without_the_end_of_a_turn_are_noted(tmp_path, turn, learns):
+    """As the untagged path does; an end that was typed in an answer is text, and ends nothing."""
+    source = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}"
+        + turn
+        + "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+    text = tokenizer.text(FAMILIES["ChatML"].folder(tmp_path, chat_template=source))
+    tools = encode.tools(text.tokenizer(), workers.Worker(text).setup, encode.templates(workers.Worker(text).setup))
+    for answer in (ASSISTANT, ASSISTANT | {"content": "no<|im_end|>"}):
+        notes = Counter()
+        encode.encode(records.record({"messages": [USER, answer, *MORE[:1], answer]}), tools, notes)
+        assert any("does not learn to stop" in note for note in notes) != learns
