@@ -58,7 +58,7 @@ def tools(tokenizer: Tokenizer, setup: dict[str, Any], templates: dict[str, Temp
 def templates(setup: dict[str, Any]) -> dict[str, Template]:
     """Return the compiled templates of a set-up. Raises jinja2.TemplateError for one that is none."""
     options = setup["variables"], setup["specials"], setup["characters"]
-    return {name: Template(source, *options) for name, source in setup["templates"].items()}
+    return {name: Template(name, source, *options) for name, source in setup["templates"].items()}
 
 
 def encode(record: Record, tools: Tools, notes: Counter[str]) -> list[Array]:
@@ -83,7 +83,7 @@ def said(turns: Turns, tools: Tools, notes: Counter[str]) -> Array:
 
 def rendered(turns: Turns, tools: Tools, prompt: bool) -> Chat:
     """Return a chat as text by the template that transformers chooses; with ``prompt`` an answer begins at its end."""
-    template = tools.templates[chosen(tools.templates, "tools" in turns.values)]
+    template = tools.templates[chosen(tools.templates, turns.values.get("tools") is not None)]
     return chat(template, turns.messages, turns.first, prompt, **turns.values)
 
 

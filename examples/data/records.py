@@ -117,7 +117,7 @@ def _values(item: dict[str, Any]) -> dict[str, Any]:
                 value = json.loads(value)
             except ValueError as error:
                 raise ValueError(f"{name}: not JSON: {error}") from None
-        if not value:
+        if value is None or value == "":
             continue
         wanted = dict if name == "chat_template_kwargs" else list
         if not isinstance(value, wanted) or (wanted is list and not all(isinstance(x, dict) for x in value)):

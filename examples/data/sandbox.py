@@ -79,8 +79,8 @@ class Template:
     Raises jinja2.TemplateError if ``source`` is no template. ``characters`` bounds the text of a chat.
     """
 
-    def __init__(self, source: str, variables: dict[str, Any], specials: list[str], characters: int) -> None:
-        found = environment()
+    def __init__(self, name: str, source: str, variables: dict[str, Any], specials: list[str], characters: int) -> None:
+        found, self.name = environment(), name
         self.compiled, self.tracker = found.from_string(source), found.extensions[Tracker.identifier]
         self.characters, self.has_tag = characters, TAG.search(source) is not None
         self.variables = {**self.compiled.globals, "tools": None, "documents": None, **variables}
@@ -91,16 +91,27 @@ class Template:
         self.takes_parts = self._takes_parts()
 
     def text(self, messages: list[dict[str, Any]], prompt: bool, **values: Any) -> str:
-        """Return the text of ``messages``, with the beginning of an answer if ``prompt``."""
+        """Return the text of ``messages``, with the beginning of an answer if ``prompt``.
+
+        Raises jinja2.TemplateError that names the template, for any error of its code.
+        """
         given = self.variables | values | {"messages": messages, "add_generation_prompt": prompt}
         context = self.compiled.new_context(given, shared=True)  # globals are there: a chat costs half as much
         tracker: Any = self.tracker
         parts, tracker.length, tracker.spans = [], 0, []
-        for part in self.compiled.root_render_func(context):
-            parts.append(part)
-            tracker.length += len(part)
-            if tracker.length > self.characters:
-                raise ValueError(f"the text has more than {self.characters} characters")
+        try:
+            for part in self.compiled.root_render_func(context):
+                parts.append(part)
+                tracker.length += len(part)
+                if tracker.length > self.characters:
+                    raise ValueError(f"the text has more than {self.characters} characters")
+        except (MemoryError, RecursionError):
+            raise
+        except Exception as error:  # a stranger's program may raise anything
+            said = str(error) or type(error).__name__
+            if isinstance(error, jinja2.UndefinedError | TypeError) and _has_text_arguments(messages):
+                said += "; the arguments of a tool call are a text in this chat, wanted an object"
+            raise jinja2.TemplateError(f"the chat template {self.name!r}: {said}") from error
         return "".join(parts)
 
     def is_special_in(self, x: Any) -> bool:
@@ -144,6 +155,13 @@ def environment() -> ImmutableSandboxedEnvironment:
 def _expect_plain(name: Any) -> None:
     if isinstance(name, str) and name.startswith("_"):
         raise jinja2.exceptions.SecurityError(f"a namespace cannot hold the name {name!r}")
+
+
+def _has_text_arguments(messages: list[dict[str, Any]]) -> bool:
+    """Return True if a tool call has its arguments as JSON in a text, as OpenAI writes them."""
+    lists = [calls for message in messages if isinstance(calls := message.get("tool_calls"), list)]
+    functions = [call.get("function") for calls in lists for call in calls if isinstance(call, dict)]
+    return any(isinstance(x, dict) and isinstance(x.get("arguments"), str) for x in functions)
 
 
 def _raise(message: str) -> None:

@@ -96,7 +96,7 @@ def _turn(template: Template, render: Render, messages: list[Message], i: int, w
             start = _last_special(template, whole, 0, len(os.path.commonprefix([before, whole])))
             if start < len(os.path.commonprefix([render(messages[:i], False), before])):
                 return None
-    except (jinja2.TemplateError, TypeError):  # of templates that want a user's turn first
+    except jinja2.TemplateError:  # of templates that want a user's turn first
         return None
     end = len(after)
     if not whole.startswith(after):  # Phi-3 writes an end of text behind the last turn, gpt-oss another end token

@@ -1,5 +1,6 @@
 """Chats of examples.data against transformers' apply_chat_template: tokens, masks, and templates that mean harm."""
 
+import itertools
 import json
 import re
 from collections import Counter
@@ -98,6 +99,73 @@ def test_content_in_parts_and_null_values(tmp_path):
             chat([USER | {"content": [{"type": "image", "url": "x"}]}], True)
         given = [USER, ASSISTANT] if name == "ChatML" else [parts(USER), parts(ASSISTANT)]
         assert got.tokens == theirs.apply_chat_template(given)["input_ids"]
+
+
+PROBES = {  # of each value that may be null, missing, a text or a list
+    "tests": "{% for m in messages %}{{ m.role }}{{ [m.content is none, m.content is defined, 'content' in m] }}"
+    "{{ [m.tool_calls is none, m.tool_calls is defined] }}{{ m | tojson }}{% endfor %}"
+    "{{ [tools, documents] | tojson }}",
+    "kinds": "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% elif m.content %}"
+    "{% for p in m.content %}{{ p.type + p.text }}{% endfor %}{% else %}none{% endif %}{% endfor %}",
+    "prints": "{% for m in messages %}<{{ m.content }}{{ m.content | trim | length }}>{% endfor %}",
+    "arguments": "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c.id }}{{ c.function.arguments | tojson }}"
+    "{{ c.index is none }}{% endfor %}{% endfor %}",
+    "names": "{% for m in messages %}{% for c in m.tool_calls or [] %}"
+    "{% for k in c.function.arguments.items() %}{{ k }}{% endfor %}{% endfor %}{% endfor %}",
+}
+ANSWER = {"role": "tool", "tool_call_id": "c1", "content": "one"}
+
+
+def calls(arguments, **more):
+    return {
+        "tool_calls": [{"id": "c1", "type": "function", "function": {"name": "find", "arguments": arguments}, **more}]
+    }
+
+
+AGENTS = {
+    "content null": [{"role": "assistant", "content": None, **calls({"x": 1})}, ANSWER],
+    "content missing": [{"role": "assistant", **calls({"x": 1})}, ANSWER],
+    "content empty": [{"role": "assistant", "content": "", **calls({"x": [1, None]})}, ANSWER],
+    "arguments in a text": [{"role": "assistant", "content": None, **calls('{"x": 1}')}, ANSWER],
+    "calls null": [ASSISTANT | {"tool_calls": None, "name": None, "refusal": None}],
+    "calls empty": [ASSISTANT | {"tool_calls": []}],
+    "null inside": [{"role": "assistant", "content": None, **calls({"x": None}, index=None)}, ANSWER],
+    "reasoning": [ASSISTANT | {"reasoning_content": "thought"}],
+    "reasoning null": [ASSISTANT | {"reasoning_content": None, "thinking": "x"}],
+}
+VALUES: list[dict] = [
+    {},
+    {"tools": [TOOLS[0]]},
+    {"tools": []},
+    {"tools": None},
+    {"documents": [{"title": "a", "text": "b"}]},
+]
+CONTENTS = [*PROBES, "Llama-3.2", "Qwen3", "gpt-oss", "ChatML"]
+
+
+@pytest.mark.parametrize("name", CONTENTS)
+def test_null_and_missing_values_against_transformers(tmp_path, name):
+    """Each chat gives transformers' text, or an error that names the template where transformers fails too."""
+    family = FAMILIES.get(name, FAMILIES["ChatML"])
+    theirs, chat = both(family.folder(tmp_path, chat_template=PROBES.get(name, family.source())))
+    for messages, values in itertools.product(AGENTS.values(), VALUES):
+        options = {"tokenize": False, "add_generation_prompt": True, **values}
+        try:
+            wanted = theirs.apply_chat_template([USER, *messages], **options)
+        except Exception:
+            with pytest.raises(Exception, match="^the chat template 'default': "):
+                chat([USER, *messages], True, **values)
+            continue
+        assert chat([USER, *messages], True, **values).text == wanted
+
+
+def test_text_arguments_are_named_where_a_template_wants_an_object(tmp_path):
+    folder = FAMILIES["ChatML"].folder(tmp_path, chat_template=PROBES["names"])
+    wanted = (
+        "a.json: the chat template 'default': 'str object' has no attribute 'items'; the arguments of a tool call are"
+    )
+    with workers.Worker(tokenizer.text(folder)) as worker, pytest.raises(ValueError, match=re.escape(wanted)):
+        worker.chat([USER, *AGENTS["arguments in a text"]], True, "a.json")
 
 
 def test_several_templates_and_their_files(tmp_path):
