@@ -37,9 +37,9 @@ from models import hf
 from models.config import Config
 from models.export import bitsandbytes, compressed_tensors, dense, folder, gguf
 
-from .common import checkpoints, run_folder
+from .common import checkpoints, run_folder, terminal
 from .common.command_line import DTYPES, Ignored, check_used, command_line
-from .common.model_folders import MIB, companions, output
+from .common.model_folders import MIB, companions, output, size_of
 from .common.progress import bar
 from .common.training_step import State
 from .qlora import full_training
@@ -108,7 +108,7 @@ class Options:
 
 def main(args: list[str] | None = None) -> int:
     """Run the command line ``args`` and return its exit status: 0, or 2 for bad input, which one line names."""
-    console = Console()
+    console = terminal.console()
     try:
         options = command_line(Options(NOT_GIVEN), args, "python -m examples.export").checked()
         start = time.monotonic()
@@ -118,7 +118,7 @@ def main(args: list[str] | None = None) -> int:
                 return 0
             compared = converted(options, console)
     except (ValueError, TypeError, OSError) as error:
-        print(f"export: {error}", file=sys.stderr)
+        terminal.complain("export", error)
         return 2
     show(console, options, compared, time.monotonic() - start)
     return 0
@@ -215,7 +215,7 @@ def show(console: Console, options: Options, compared: int, seconds: float) -> N
     total = sum(map(sum, found.values()))
     for kind, sizes in sorted(found.items(), key=lambda item: -sum(item[1])):
         table.add_row(kind, f"{len(sizes)}", f"{sum(sizes) / MIB:,.1f}", f"{100 * sum(sizes) / total:.1f} %")
-    before = sum(path.stat().st_size for path in options.model.glob("*.safetensors"))
+    before = size_of(options.model)
     sizes = f"{before / MIB:,.1f} MiB before, {total / MIB:,.1f} MiB now"
     console.print(title, highlight=False, soft_wrap=True)
     console.print(table, f"{sizes}, {seconds:.1f} s; {compared} rows read back are right", highlight=False)

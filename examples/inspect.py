@@ -21,20 +21,19 @@ from typing import Annotated, Any
 
 import torch
 import tyro
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Column, Table
-from rich.text import Text
 from torch import Tensor
 
 from fquant import Packed, tree
 from fquant.io import gguf, lazy_tree, peft_config, peft_tensors, quantized, safetensors
+from fquant.io.files.reading import inside, json_object
 from fquant.io.peft import WEIGHTS
 from fquant.lazy import Lazy
 from models import decoder, hf, presets
 from models.export import gguf as gguf_names
-from models.hf.folder import headers, read_json
+from models.hf.folder import headers
 
+from .common import terminal
 from .common.command_line import command_line
 from .common.model_folders import MIB, content, loss
 from .common.progress import bar
@@ -79,7 +78,7 @@ class Content:
 
 def main(args: list[str] | None = None) -> int:
     """Run the command line ``args`` and return its exit status: 0, or 2 for bad input, which one line names."""
-    console = Console(stderr=True)
+    console = terminal.console(stderr=True)
     try:
         options = command_line(Options(Path()), args, "python -m examples.inspect")
         tree.expect(options.source != Path(), "there is no DIR|FILE; wanted a folder or file to show; see --help")
@@ -89,24 +88,24 @@ def main(args: list[str] | None = None) -> int:
                 task = progress.add_task(f"reading {options.source}", total=len(found.rows))
                 found = compared(options, found, lambda: progress.advance(task))
     except (ValueError, TypeError, OSError) as error:
-        print(f"inspect: {error}", file=sys.stderr)
+        terminal.complain("inspect", error)
         return 2
     if options.json:
         print(json.dumps(as_json(options, found), indent=2))
     else:
-        show(Console(), options, found)
+        show(terminal.console(), options, found)
     return 0
 
 
 def inspect(source: Path) -> Content:
     """Return what ``source`` holds, from its headers; raise ValueError for anything that is no model."""
     if source.is_dir():
-        if (source / peft_config.CONFIG).exists():
+        if inside(source / peft_config.CONFIG).exists():
             return adapter(source)
-        if (source / hf.PACKED).exists():
+        if inside(source / hf.PACKED).exists():
             return Content("packed folder", [_lazy_row(*item) for item in tree.items(hf.lazy(source)[1])])
         fault = f"{source}: there is no {hf.CONFIG} and no {peft_config.CONFIG}; give a folder of a model or an adapter"
-        tree.expect((source / hf.CONFIG).exists(), fault)
+        tree.expect(inside(source / hf.CONFIG).exists(), fault)
         return folder(source)
     tree.expect(source.is_file(), f"{source}: no such file or folder; check the path")
     with source.open("rb") as file:
@@ -126,7 +125,7 @@ def inspect(source: Path) -> Content:
 
 def folder(source: Path) -> Content:
     """Return what a Hugging Face folder holds, dense or quantised by another program."""
-    raw, found, notes = read_json(source / hf.CONFIG), headers(source), list[str]()
+    raw, found, notes = json_object(source / hf.CONFIG), headers(source), list[str]()
     entries = {name: header.tensors[name] for name, header in found.items()}
     config, method, kind = raw.pop("quantization_config", None), None, "Hugging Face folder"
     known: dict[str, tuple[str, tuple[int, ...]]] = {}  # name -> path and shape
@@ -166,7 +165,7 @@ def folder(source: Path) -> Content:
 def adapter(source: Path) -> Content:
     """Return what the folder of a PEFT adapter holds."""
     settings = peft_config.read(source / peft_config.CONFIG)
-    header = safetensors.header(source / WEIGHTS)
+    header = safetensors.header(inside(source / WEIGHTS))
     with tree.at(str(header.path)):
         modules, whole = peft_tensors.sorted_names(header, settings)
     rows = []
@@ -236,24 +235,30 @@ def as_json(options: Options, found: Content) -> dict[str, Any]:
 
 
 def show(console: Console, options: Options, found: Content) -> None:
-    """Print a row for each weight, and the sum of the bytes."""
-    right = [Column(name, justify="right") for name in ("shape", "format", "KiB")]
-    table = Table("weight", *right, box=SIMPLE_HEAD, pad_edge=False)
-    if options.against is not None:
-        table.add_column("error", justify="right")
-    for row in found.rows:
-        cells = [row.path, " ".join(map(str, row.shape)), row.format, f"{row.nbytes / 1024:,.1f}"]
-        table.add_row(*map(_printable, cells), *([row.error or ""] if options.against is not None else []))
+    """Print a row for each weight, and the sum of the bytes. A table of rich takes 0.4 ms a row."""
+    head = ["weight", "shape", "format", "KiB", *(["error"] if options.against is not None else [])]
+    rows = [head, *(_cells(row)[: len(head)] for row in found.rows)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    first, *table = [_line(row, widths) for row in rows]
     total = sum(row.nbytes for row in found.rows)
-    lines = [f"{options.source}: {found.kind}", table, f"{len(found.rows)} weights, {total / MIB:,.1f} MiB"]
-    lines += [f"note: {note}" for note in found.notes]
-    for line in lines:
-        console.print(_printable(line) if isinstance(line, str) else line, highlight=False, soft_wrap=line is not table)
+    lines = [_printable(f"{options.source}: {found.kind}"), "", first, " " + "-" * (len(first) - 1), *table, ""]
+    lines += [f"{len(found.rows)} weights, {total / MIB:,.1f} MiB"]
+    console.out("\n".join(lines + [_printable(f"note: {note}") for note in found.notes]), highlight=False)
 
 
-def _printable(text: str) -> Text:
-    """Return text of a file without control characters or markup, at most 200 characters."""
-    return Text((text if text.isprintable() else ascii(text))[:200])
+def _cells(row: Row) -> list[str]:
+    cells = row.path, " ".join(map(str, row.shape)), row.format, f"{row.nbytes / 1024:,.1f}", row.error or ""
+    return list(map(_printable, cells))
+
+
+def _line(cells: list[str], widths: list[int]) -> str:
+    first, *others = zip(cells, widths, strict=True)
+    return " " + "  ".join([first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in others)])
+
+
+def _printable(text: str) -> str:
+    """Return text of a file without control characters, at most 200 characters."""
+    return tree.printable(text[:200])
 
 
 if __name__ == "__main__":

@@ -38,8 +38,9 @@ from models import hf
 from models.config import Config
 from models.export import dense, folder
 
+from .common import terminal
 from .common.command_line import DTYPES, FormatName, check_used, command_line, parse_format
-from .common.model_folders import Loss, companions, decoded, is_quantised, kind_of, loss, output
+from .common.model_folders import Loss, companions, decoded, is_quantised, kind_of, loss, output, size_of
 from .common.progress import bar
 
 
@@ -106,7 +107,7 @@ class Updates:
 
 def main(args: list[str] | None = None) -> int:
     """Run the command line ``args`` and return its exit status: 0, or 2 for bad input, which one line names."""
-    console = Console()
+    console = terminal.console()
     try:
         options = command_line(Options(), args, "python -m examples.merge")
         fmt = options.checked()
@@ -118,7 +119,7 @@ def main(args: list[str] | None = None) -> int:
             save(options, cfg, params, updates, fmt, lambda: progress.advance(task))
             folder.copy_companions(options.base, options.out)
     except (ValueError, TypeError, OSError) as error:
-        print(f"merge: {error}", file=sys.stderr)
+        terminal.complain("merge", error)
         return 2
     show(console, options, updates, time.monotonic() - start)
     return 0
@@ -214,8 +215,7 @@ def leaf_like(leaf: Lazy, dtype: torch.dtype) -> Tensor:
 def show(console: Console, options: Options, updates: Updates, seconds: float) -> None:
     """Print what was merged, and what packing lost of it."""
     count = len(updates.paths())
-    before = sum(path.stat().st_size for path in options.base.glob("*.safetensors"))
-    now = sum(path.stat().st_size for path in options.out.glob("*.safetensors"))
+    before, now = size_of(options.base), size_of(options.out)
     console.print(f"{count} weights of {options.base} merged, {seconds:.1f} s", highlight=False, soft_wrap=True)
     if updates.lost:
         table = Table("weights", Column("lost of the update", justify="right"), box=SIMPLE_HEAD, pad_edge=False)

@@ -21,7 +21,6 @@ from pydoc_data.topics import topics
 from typing import Any
 
 import torch
-from rich.console import Console
 from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
 from tokenizers import models as tokenizer_models
 from torch import Tensor
@@ -32,7 +31,7 @@ from fquant.io import safetensors
 from models import blocks, decoder, hf
 from models.config import Config
 
-from .common import finite
+from .common import finite, terminal
 from .common.command_line import check_least, check_used, command_line
 from .common.devices import DeviceName, to
 from .common.model_folders import output
@@ -181,7 +180,7 @@ def train(options: Options) -> None:
     if options.out.exists() and any(options.out.iterdir()):
         raise ValueError(f"--out {options.out}: not empty, want a new folder; choose another")
     torch.set_num_threads(options.threads)
-    console = Console()
+    console = terminal.console()
     texts = documents()
     kept = [text for i, text in enumerate(texts) if i % options.held_out]
     tokenizer = train_tokenizer(kept, CONFIG.vocab)
@@ -222,7 +221,7 @@ def train(options: Options) -> None:
     _, params = hf.load(options.out, device=device)
     console.print(f"saved to {options.out}, held out in bfloat16: {evaluate(params, *test):.4f}", soft_wrap=True)
     for prompt in ("json.dumps(", "Return the "):
-        console.print(sample(params, tokenizer, prompt, 120, random.key(1)), markup=False, highlight=False)
+        console.print(sample(params, tokenizer, prompt, 120, random.key(1)), highlight=False)
 
 
 def write_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
@@ -239,5 +238,5 @@ if __name__ == "__main__":
     try:
         main(command_line(Options(), None, "python -m examples.pretrain"))
     except ValueError as error:
-        print(f"pretrain: {error}", file=sys.stderr)
+        terminal.complain("pretrain", error)
         sys.exit(2)

@@ -34,6 +34,7 @@ from models import hf
 from models.config import Config
 from models.export import folder
 
+from .common import terminal
 from .common.command_line import DTYPES, FormatName, command_line, parse_format
 from .common.model_folders import MIB, Loss, companions, count, is_quantised, kind_of, loss, output
 from .common.progress import bar
@@ -88,7 +89,7 @@ class Sums:
 
 def main(args: list[str] | None = None) -> int:
     """Run the command line ``args`` and return its exit status: 0, or 2 for bad input, which one line names."""
-    console = Console()
+    console = terminal.console()
     try:
         options = command_line(Options(NOT_GIVEN, NOT_GIVEN), args, "python -m examples.quantize")
         fmt = options.checked()
@@ -99,7 +100,7 @@ def main(args: list[str] | None = None) -> int:
             found = save(options, cfg, params, fmt, lambda path: progress.advance(task))
             copied = folder.copy_companions(options.model, options.out)
     except (ValueError, TypeError, OSError) as error:
-        print(f"quantize: {error}", file=sys.stderr)
+        terminal.complain("quantize", error)
         return 2
     show(console, options, found, time.monotonic() - start)
     console.print(f"copied {', '.join(copied)}" if copied else "there is no tokenizer to copy", highlight=False)

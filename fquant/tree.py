@@ -270,28 +270,29 @@ def nbytes(tree: Any) -> int:
     return sum(t.numel() * t.element_size() for t in pytree.tree_leaves(tree) if isinstance(t, torch.Tensor))
 
 
+def printable(text: str, keep: str = "", most: int | None = None) -> str:
+    """Escape what a terminal obeys or hides, except for ``keep``; of more than ``most`` characters keep both ends."""
+    if most is not None and len(text) > most:
+        half = most // 2
+        text = f"{text[:half]} [{len(text) - 2 * half} characters] {text[-half:]}"
+    return text if text.isprintable() else "".join(c if c.isprintable() or c in keep else repr(c)[1:-1] for c in text)
+
+
 @contextlib.contextmanager
 def at(path: str) -> Iterator[None]:
-    """Put ``path`` in front of the message of a ValueError or TypeError raised inside.
-
-    Of names from a file that would make the message long, its beginning and its end are kept.
-    """
+    """Put ``path`` in front of the message of a ValueError or TypeError raised inside; both are made printable."""
     try:
         yield
     except (ValueError, TypeError) as error:
         if type(error) not in (ValueError, TypeError) or not path:
             raise
-        message = f"{path}: {error}"
-        if len(message) > LONGEST_MESSAGE:
-            half = LONGEST_MESSAGE // 2
-            message = f"{message[:half]} [{len(message) - 2 * half} characters] {message[-half:]}"
-        raise type(error)(message) from error
+        raise type(error)(printable(f"{path}: {error}", "\n", LONGEST_MESSAGE)) from error
 
 
 def expect(condition: object, message: str, error: type[Exception] = ValueError) -> None:
-    """Raise ``error(message)`` unless the ``condition`` is true."""
+    """Raise ``error(message)``, made printable, unless the ``condition`` is true."""
     if not condition:
-        raise error(message)
+        raise error(printable(message, "\n"))
 
 
 def _listed(names: list[str], limit: int = 8) -> str:

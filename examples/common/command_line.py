@@ -19,6 +19,8 @@ from models import decoder
 from models.config import Config
 from shard.device_mesh import check_axes
 
+from . import terminal
+
 LINEARS = ("q", "k", "v", "qkv", "o", "gate", "up", "gate_up", "down")  # of a layer; each family has some of them
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}  # of the residual stream
 MomentsName = Literal["f32", "dynamic8", "fp8", "dynamic4"]
@@ -149,6 +151,7 @@ def _one_line(said: str) -> str:
 
 def command_line(default: T, args: list[str] | None, prog: str) -> T:
     """Return the options on the command line, else those of ``default``; raise ValueError for one that is wrong."""
+    terminal.guard()
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):

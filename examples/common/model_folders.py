@@ -12,9 +12,9 @@ from torch import Tensor
 
 from fquant import Packed, dequantize
 from fquant.io.files import locking
+from fquant.io.files.reading import json_object
 from fquant.tree import expect
 from models import hf
-from models.export import folder
 
 MIB = 2**20
 CHUNK = 1 << 22  # elements that are compared at a time
@@ -95,5 +95,10 @@ def content(w: Tensor | Packed) -> str:
 
 def companions(model: Path) -> dict[str, Any]:
     """Return the keys of the model's ``config.json`` that name special tokens, which do not change the model."""
-    raw = folder.read_json(model / hf.CONFIG)
+    raw = json_object(model / hf.CONFIG)
     return {key: raw[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if raw.get(key) is not None}
+
+
+def size_of(folder: Path) -> int:
+    """Return the bytes of the safetensors files in ``folder``."""
+    return sum(path.stat().st_size for path in folder.glob("*.safetensors") if path.is_file())

@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from fquant.io.files.replacing import naming
 from fquant.io.safetensors import replacing
 
+from . import terminal
 from .tracking import NOTHING, Tracking
 
 METRICS = "metrics.jsonl"
@@ -23,7 +24,7 @@ LINES = 10  # of progress in a run without a terminal
 
 def bar(console: Console, shown: bool = True) -> Progress:
     """Return a progress bar behind a description."""
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    columns = TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     return Progress(*columns, console=console, disable=not shown)
 
 
@@ -45,7 +46,7 @@ class Report:
     ) -> None:
         self.folder, self.first, self.total, self.done, self.summary = folder, first, total, done, summary
         self.tracking = tracking
-        self.console = Console(quiet=not first)
+        self.console = terminal.console(quiet=not first)
         self.every = max(1, total // LINES)
         self.progress = bar(self.console, first and self.console.is_terminal)
         self.task = self.progress.add_task("", total=total, completed=done)
@@ -76,7 +77,7 @@ class Report:
 
     def say(self, text: str) -> None:
         """Print a line about the phase of the run."""
-        self.console.print(f"[dim]{text}[/]", highlight=False, soft_wrap=True)
+        self.console.print(text, style="dim", highlight=False, soft_wrap=True)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.progress.stop()

@@ -17,7 +17,9 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import math
 import os
+import re
 import secrets
 import typing
 from collections.abc import Iterator, Mapping
@@ -35,6 +37,7 @@ import shard
 from fquant.compile import all_gather_text
 from fquant.io import safetensors
 from fquant.io.files import locking
+from fquant.io.files.reading import inside, read_text
 from fquant.io.files.replacing import is_leftover, remove_leftovers
 from shard import agree
 
@@ -45,6 +48,8 @@ if TYPE_CHECKING:
     from .runs import Options
 
     T = TypeVar("T", bound=Options)
+
+CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 # Options that a resumed run may change: they change no step that is done.
 LATER = (
@@ -146,11 +151,11 @@ def run_name(folder: Path) -> str:
 def read(path: Path) -> dict[str, Any]:
     """Return the content of a run.json; raise ValueError if it has none, or another one than its digest says."""
     try:
-        content = dict(json.loads(path.read_bytes().decode()))
+        content = dict(json.loads(read_text(inside(path))))
         written = content.pop("digest", None)
-        _ = content["mesh"], content["options"].items()
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path}: holds no options of a run ({error!r}); start a new one with --out") from error
+        _ = content["mesh"], content["options"].items(), content.get("inputs", {}).items()
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{path}: holds no options of a run ({error!r:.200}); start a new one with --out") from error
     if written is not None and written != digest(content):
         fix = "use a copy of it, or remove its line 'digest' if it was edited on purpose"
         raise ValueError(f"{path}: its content is not what was written, by its digest; {fix}")
@@ -159,15 +164,46 @@ def read(path: Path) -> dict[str, Any]:
 
 def restored(kind: type[T], path: Path) -> T:
     """Return the options in a run.json; raise ValueError for options that this release does not know."""
-    run = read(path)
-    values: dict[str, Any] = {"mesh": run["mesh"], **kind.upgraded(run["options"])}
-    types = typing.get_type_hints(kind)
+    run, types = read(path), typing.get_type_hints(kind)
+    values = _options(kind, path, run)
     if strange := sorted(values.keys() - {field.name for field in fields(kind)}):
-        raise ValueError(f"{path}: option {strange[0]!r} is unknown; resume with the release that wrote it")
+        raise ValueError(f"{path}: option {strange[0]!r:.80} is unknown; resume with the release that wrote it")
     for name, value in values.items():
         if value is not None and types[name] in (Path, Path | None):
             values[name] = Path(value)
     return kind(**values)
+
+
+def _options(kind: type[Options], path: Path, run: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options in the ``run`` read from ``path``, in today's names; ValueError for values of other types."""
+    types = typing.get_type_hints(kind)
+    try:
+        values: dict[str, Any] = {"mesh": run["mesh"], **kind.upgraded(run["options"])}
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{path}: options: got {error!r:.80}, wanted values of an earlier release") from error
+    for name, value in values.items():
+        if name in types and not _fits(value, types[name]):
+            wanted = str(getattr(types[name], "__name__", types[name])).replace("typing.", "")
+            raise ValueError(
+                f"{path}: options.{name}: got {value!r:.80}, wanted {wanted:.200}; start a new run with --out"
+            )
+    return values
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Return True if a value of JSON is one of the type ``hint`` of an option."""
+    if hint in (str, Path):
+        return isinstance(value, str) and not CONTROL.search(value)
+    if hint in (int, float):
+        return type(value) in (int, hint) and abs(value) < (1 << 63 if hint is int else math.inf)
+    if isinstance(hint, type):
+        return type(value) is hint
+    inner = typing.get_args(hint)
+    if typing.get_origin(hint) is typing.Literal:
+        return value in inner
+    if typing.get_origin(hint) is tuple:
+        return isinstance(value, list) and all(_fits(x, inner[0]) for x in value)
+    return any(_fits(value, each) for each in inner)
 
 
 def check_resumed(resume: Path, options: Options) -> None:
@@ -175,7 +211,7 @@ def check_resumed(resume: Path, options: Options) -> None:
     if not (resume / RUN).is_file():
         fault = f"--resume {resume}: there is no {RUN}; wanted the folder of a run"
         raise ValueError(f"{fault}. A run that was stopped before it wrote one is started again, with --out")
-    was = options.upgraded(read(resume / RUN)["options"])
+    was = _options(type(options), resume / RUN, read(resume / RUN))
     done = checkpoints.newest(resume)
     if done is not None and options.steps is not None and options.steps < done:
         raise ValueError(f"--steps is {options.steps}, and {resume} has taken {done}; wanted at least as many")

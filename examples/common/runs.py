@@ -19,16 +19,14 @@ torchrun starts the same command line again after a death.
 import math
 import os
 import signal
-import sys
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
-from rich.console import Console
 
-from . import checkpoints, devices, launch, run_folder, tracking, verification
+from . import checkpoints, devices, launch, run_folder, terminal, tracking, verification
 from .checkpoints import RUN
 from .command_line import axes_in, check_least, command_line
 from .training_loop import Fault, work
@@ -163,7 +161,7 @@ def command(program: Program, args: list[str] | None) -> int:
             return 0
         with run_folder.held(options, f"runs/{program.name}") as options:
             if is_local:
-                Console().print(f"[dim]starting {ranks} ranks[/]", highlight=False)
+                terminal.console().print(f"starting {ranks} ranks", style="dim", highlight=False)
                 fault = _local(program, options, ranks)
             else:
                 fault = work(program, options)
@@ -179,7 +177,7 @@ def command(program: Program, args: list[str] | None) -> int:
     except (KeyboardInterrupt, launch.Stopped) as error:
         status, message = 128 + getattr(error, "sigval", signal.SIGINT), stopped(program, options)
     if is_own or os.environ.get("RANK", "0") == "0":
-        print(f"{program.name}: {message}", file=sys.stderr)
+        terminal.complain(program.name, message)
     return status
 
 
@@ -194,7 +192,7 @@ def _local(program: Program, options: Any, ranks: int) -> Fault | None:
             if (options.folder() / RUN).is_file():
                 options = replace(options, out=None, resume=options.folder())
             done, times = checkpoints.newest(options.folder()) or 0, f"{left - 1} more time{'s' * (left != 2)}"
-            print(f"{program.name}: {error}; all begin again from step {done}, and may {times}", file=sys.stderr)
+            terminal.complain(program.name, f"{error}; all begin again from step {done}, and may {times}")
     raise AssertionError("a run ends or raises")
 
 

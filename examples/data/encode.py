@@ -15,13 +15,14 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
+import jinja2
 import numpy as np
 from tokenizers import Tokenizer
 
 from .records import Piece, Record, Turns
 from .sandbox import Span, Template
 from .spans import Chat, chat
-from .tokenizer import chosen
+from .tokenizer_json import chosen
 from .words import Encoder, Words, expression
 
 COUNTS = np.int32(-(2**31))  # the highest bit
@@ -58,7 +59,13 @@ def tools(tokenizer: Tokenizer, setup: dict[str, Any], templates: dict[str, Temp
 def templates(setup: dict[str, Any]) -> dict[str, Template]:
     """Return the compiled templates of a set-up. Raises jinja2.TemplateError for one that is none."""
     options = setup["variables"], setup["specials"], setup["characters"]
-    return {name: Template(name, source, *options) for name, source in setup["templates"].items()}
+    found = {}
+    for name, source in setup["templates"].items():
+        try:
+            found[name] = Template(name, source, *options)
+        except jinja2.TemplateError as error:
+            raise jinja2.TemplateError(f"the chat template {name!r}: {error}") from error
+    return found
 
 
 def encode(record: Record, tools: Tools, notes: Counter[str]) -> list[Array]:

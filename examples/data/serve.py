@@ -1,13 +1,16 @@
 """Tokenise records in a process of bounded time and memory; ``workers.py`` starts it.
 
-A chat template comes with a model, so it is a stranger's program. jinja2's sandbox does not bound nested loops,
-``9**9**9`` or ``'x' * 10**12``; the kernel does. Each record has a few seconds of processor time, after which SIGPROF
-ends the process, inside C code too. The process has a limit of memory. It imports no torch, so it starts fast.
+A tokenizer and a chat template come with a model, so they are a stranger's programs. jinja2's sandbox does not bound
+nested loops, ``9**9**9`` or ``'x' * 10**12``; the kernel does. Each record has a few seconds of processor time, after
+which SIGPROF ends the process, inside C code too. The process has a limit of memory. It imports no torch, so it starts
+fast.
 
 Standard input has JSON lines: the set-up, then requests, each with one answer on standard output.
 
     {"name": FILE, "first": N, "nbytes": B}  and B bytes, a JSON record a line    -> the numbers of all documents
     {"turns": [...], "prompt": true, "values": {}}                                -> text, tokens and counts of a chat
+    {"text": "...", "special": true}                                              -> ids
+    {"ids": [...], "skip": true}                                                  -> text
 
 The number of the current record is in a shared file, so that the one at fault can be named.
 """
@@ -21,10 +24,11 @@ from collections import Counter
 from typing import Any, NamedTuple
 
 import numpy as np
+from tokenizers import Tokenizer
 
 from .encode import TOKEN, Tools, encode, numbers, rendered, templates, tools
 from .records import Turns, messages, record
-from .tokenizer import read
+from .tokenizer_json import facts, read
 
 
 class Fault(NamedTuple):
@@ -40,20 +44,33 @@ def serve() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     current = mmap.mmap(setup["current"], 8)
+    tokenizer = _tried(lambda: read(setup["folder"], setup["variables"]), setup)
+    if isinstance(tokenizer, Fault):
+        return _answer(tokenizer)
+    if "asked" in setup:
+        asked = setup["asked"]
+        return _answer(_tried(lambda: facts(tokenizer, asked) if asked else tokenizer.get_vocab(), setup))
     compiled = _tried(lambda: templates(setup), setup)
-    if isinstance(compiled, Fault):
-        return _answer(compiled._asdict())
-    found = tools(read(setup["folder"], setup["variables"]), setup, compiled)
-    _answer({"ready": True})
+    found = compiled if isinstance(compiled, Fault) else _tried(lambda: tools(tokenizer, setup, compiled), setup)
+    if isinstance(found, Fault):
+        return _answer(found)
+    _answer({})
     while line := sys.stdin.buffer.readline():
         request = json.loads(line)
-        if "turns" in request:
-            answer, payload = _tried(lambda request=request: answer_chat(request, found), setup), b""
-            answer = answer._asdict() if isinstance(answer, Fault) else answer
-        else:
+        if "nbytes" in request:
             lines = sys.stdin.buffer.read(request["nbytes"]).split(b"\n")
-            answer, payload = _records(lines, request, found, setup, current)
-        _answer(answer, payload)
+            _answer(*_records(lines, request, found, setup, current))
+        else:
+            _answer(_tried(lambda request=request: answer(request, tokenizer, found), setup))
+
+
+def answer(request: dict[str, Any], tokenizer: Tokenizer, tools: Tools) -> dict[str, Any]:
+    """Return the answer to a request for a chat, a text or tokens."""
+    if "turns" in request:
+        return answer_chat(request, tools)
+    if "ids" in request:
+        return {"text": tokenizer.decode(request["ids"], skip_special_tokens=request["skip"])}
+    return {"ids": tokenizer.encode(request["text"], add_special_tokens=request["special"]).ids}
 
 
 def _records(lines: list[bytes], request: dict[str, Any], tools: Tools, setup: dict[str, Any], current: mmap.mmap):
@@ -101,13 +118,16 @@ def _tried(function: Any, setup: dict[str, Any]) -> Any:
         return function()
     except (MemoryError, RecursionError) as error:
         return Fault(f"took more memory or depth than a record may ({type(error).__name__})")
-    except Exception as error:
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # a panic of tokenizers is no Exception
         return Fault(" ".join(str(error).split())[:500] or type(error).__name__)
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
 
 
-def _answer(answer: dict[str, Any], payload: bytes = b"") -> None:
+def _answer(answer: dict[str, Any] | Fault, payload: bytes = b"") -> None:
+    answer = answer._asdict() if isinstance(answer, Fault) else answer
     sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n" + payload)
     sys.stdout.buffer.flush()
 

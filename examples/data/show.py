@@ -14,18 +14,19 @@ from rich.text import Text
 from tokenizers import Tokenizer
 
 from .dataset import IGNORED, Rows
+from .workers import Worker
 
 COUNTS, CONTEXT, BORDER = "bold green", "dim", "yellow"
 BRACKETS = "⟦", "⟧"
 
 
-def lines(rows: Rows, tokenizer: Tokenizer, n: int) -> Iterator[str]:
+def lines(rows: Rows, tokenizer: Tokenizer | Worker, n: int) -> Iterator[str]:
     """Yield a JSON object for each of the first ``n`` rows: token texts, and whether each counts."""
     for tokens, counts, _ in _rows(rows, n):
         yield json.dumps({"tokens": [_said(tokenizer, token) for token in tokens], "counts": counts})
 
 
-def text(rows: Rows, tokenizer: Tokenizer, n: int, bracketed: bool = False) -> Text:
+def text(rows: Rows, tokenizer: Tokenizer | Worker, n: int, bracketed: bool = False) -> Text:
     """Return the first ``n`` rows as coloured text; a bar is between two documents, and brackets if asked for."""
     out = Text()
     for number, (tokens, counts, segments) in enumerate(_rows(rows, n)):
@@ -52,5 +53,5 @@ def _rows(rows: Rows, n: int) -> Iterator[tuple[list[int], list[bool], list[int]
         yield tokens, counts, rows.segments[i].tolist() if rows.segments is not None else [0] * len(tokens)
 
 
-def _said(tokenizer: Tokenizer, token: int) -> str:
+def _said(tokenizer: Tokenizer | Worker, token: int) -> str:
     return tokenizer.decode([token], skip_special_tokens=False)

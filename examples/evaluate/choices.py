@@ -21,6 +21,7 @@ from fquant.device import HOST
 from fquant.tree import at, expect
 
 from ..data.dataset import IGNORED, Rows
+from ..data.workers import Worker
 
 KEYS = {"question", "choices", "answer"}
 
@@ -79,7 +80,7 @@ def _question(line: str) -> Question:
     return Question(question, choices, answer)
 
 
-def task(questions: Sequence[Question], tokenizer: Tokenizer, begin: Sequence[int], longest: int) -> Task:
+def task(questions: Sequence[Question], tokenizer: Tokenizer | Worker, begin: Sequence[int], longest: int) -> Task:
     """Return the rows of all choices, padded to one length; ``begin`` are the tokens that begin a text.
 
     Raises ValueError for a choice that makes more than ``longest`` tokens.

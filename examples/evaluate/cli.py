@@ -10,7 +10,6 @@ examples/evaluate/choices.py.
 """
 
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -30,6 +29,7 @@ from fquant.lora import Adapters
 from models import hf
 from models.config import Config
 
+from ..common import terminal
 from ..common.command_line import (
     DTYPES,
     FormatName,
@@ -43,6 +43,7 @@ from ..common.command_line import (
 from ..common.devices import DeviceName, to
 from ..common.progress import bar, draw, widen
 from ..data import dataset, tokenizer
+from ..data.workers import Worker, short
 from ..qlora.options import SHIPPED
 from . import choices
 from .measure import Figures, Variant, measure
@@ -94,14 +95,14 @@ class Options:
 
 def main(args: list[str] | None = None) -> int:
     """Run the command line ``args`` and return its exit status: 0, or 2 for bad input, which one line names."""
-    console = Console()
+    console = terminal.console()
     try:
         options = command_line(Options(), args, "python -m examples.evaluate")
         options.check()
         torch.set_num_threads(usable_cores(1))
         found = evaluate(options, console)
     except (ValueError, TypeError, OSError) as error:
-        print(f"evaluate: {error}", file=sys.stderr)
+        terminal.complain("evaluate", error)
         return 2
     for one in found if options.json else ():
         print(json.dumps(asdict(one)))
@@ -127,10 +128,13 @@ def evaluate(options: Options, console: Console) -> list[Figures]:
     adapters: dict[str, Adapters] = {"": {}} | {str(at): to(opened(at, cfg), device) for at in options.adapters}
     its = tokenizer.text(options.model, options.chat_template)
     questions = choices.read(options.choices) if options.choices else None
-    task = choices.task(questions, its.tokenizer(), its.begin, options.seq) if questions else None
+    task = None
+    if questions:
+        with Worker(its, limits=short(its.path)) as worker:
+            task = choices.task(questions, worker, its.begin, options.seq)
     text = None
     if options.data is not None or task is None:
-        note = lambda line: print(line, file=sys.stderr)
+        note = terminal.console(stderr=True).print
         stored = dataset.prepare(options.data, options.model, options.seq, template=options.chat_template, note=note)
         is_part = options.rows is not None and options.rows < len(stored.rows)
         stored = dataset.divide(stored, options.rows or 1)[1] if is_part else stored

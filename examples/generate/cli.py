@@ -14,6 +14,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -22,7 +23,6 @@ from typing import Annotated, Any, NamedTuple
 import torch
 import tyro
 from rich.console import Console
-from tokenizers import Tokenizer
 
 from fquant import lora, random, tree
 from fquant.device import parse
@@ -31,10 +31,12 @@ from fquant.kernels.cpu.threads import usable_cores
 from fquant.lazy import Lazy
 from models import generate, hf
 
+from ..common import terminal
 from ..common.command_line import DTYPES, FormatName, check_least, check_used, command_line, parse_format, quantised
 from ..common.devices import DeviceName, to
 from ..common.progress import bar
 from ..data import tokenizer as data_tokenizer
+from ..data.workers import Worker, short
 from . import prompts
 
 
@@ -123,20 +125,25 @@ class Timing:
 
 def main(args: list[str] | None = None) -> int:
     """Run the command line ``args`` and return its exit status: 0, or 2 for bad input, which one line names."""
-    console = Console(stderr=True)
+    console = terminal.console(stderr=True)
     try:
         options = command_line(Options(), args, "python -m examples.generate")
         options.check()
         torch.set_num_threads(usable_cores())
-        run(options, console, sys.stdout.write)
+        run(options, console, terminal.write)
     except (ValueError, TypeError, OSError) as error:
-        print(f"generate: {error}", file=sys.stderr)
+        terminal.complain("generate", error)
         return 2
     return 0
 
 
 def run(options: Options, console: Console, write: Callable[[str], Any]) -> list[Answer]:
     """Read the model, answer every prompt with every adapter, and ``write`` the answers; return them."""
+    with ExitStack() as stack:
+        return _run(options, console, write, stack)
+
+
+def _run(options: Options, console: Console, write: Callable[[str], Any], stack: ExitStack) -> list[Answer]:
     device = parse(options.device)
     settings = prompts.settings(options.model)
     how = prompts.sampling(settings, asdict(options))
@@ -144,10 +151,10 @@ def run(options: Options, console: Console, write: Callable[[str], Any]) -> list
         raise ValueError(f"--seed is {options.seed}, and the likeliest tokens are taken; give a --temperature above 0")
     stop = prompts.stop_tokens(settings)
     if left := prompts.unapplied(settings):
-        console.print(f"[yellow]not applied[/] of generation_config.json: {', '.join(left)}", highlight=False)
+        console.print(f"not applied of generation_config.json: {', '.join(left)}", style="yellow", highlight=False)
     cfg, found = hf.lazy(options.model, device)
     text = data_tokenizer.text(options.model, options.chat_template)
-    tokenizer = text.tokenizer()
+    tokenizer = stack.enter_context(Worker(text, limits=short(text.path)))
     texts = encoded(options, text, tokenizer)
     generate.check_request(texts, cfg, options.max_new_tokens)
     names = partial(hf.path_of, cfg=cfg), hf.tied_modules(cfg)
@@ -187,11 +194,11 @@ def run(options: Options, console: Console, write: Callable[[str], Any]) -> list
         write("".join(json.dumps(answer._asdict(), ensure_ascii=False) + "\n" for answer in answers))
     elif show is None:
         write("".join(_block(answer, options) for answer in answers))
-    console.print(f"[dim]{timing.line()}[/]", highlight=False, soft_wrap=True)
+    console.print(timing.line(), style="dim", highlight=False, soft_wrap=True)
     return answers
 
 
-def encoded(options: Options, text: data_tokenizer.Text, tokenizer: Tokenizer) -> list[list[int]]:
+def encoded(options: Options, text: data_tokenizer.Text, tokenizer: Worker) -> list[list[int]]:
     """Return the tokens of each prompt; raise ValueError for one without tokens, and for no prompts."""
     if options.chat is not None:
         found = prompts.encode_chats(prompts.chats(options.chat), text)
@@ -219,7 +226,7 @@ def read(lazy: Any, console: Console) -> Any:
         return tree.map_with_path(leaf, lazy)
 
 
-def _stream(tokenizer: Tokenizer, write: Callable[[str], Any], stop: Sequence[int]) -> Callable[[int | None], None]:
+def _stream(tokenizer: Worker, write: Callable[[str], Any], stop: Sequence[int]) -> Callable[[int | None], None]:
     """Return a function that writes the text that each token completes, and with None the rest."""
     text = prompts.pieces(tokenizer)
     next(text)

@@ -8,16 +8,19 @@ min-p. Without it, greedy.
 
 import dataclasses
 import json
+import sys
 from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
 
+from fquant import tree
 from models.generate import GREEDY, Sampling
 
 from ..data.tokenizer import Text
-from ..data.workers import Worker
+from ..data.tokenizer import settings as settings_of
+from ..data.workers import Worker, short
 
 SAMPLING = ("temperature", "top_k", "top_p", "min_p")
 PENALTY = "repetition_penalty"
@@ -35,9 +38,15 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 def settings(folder: Path) -> dict[str, Any]:
     """Return ``generation_config.json``, with the stop tokens of ``config.json`` if it names none."""
-    found = _object(folder / "generation_config.json")
+    found = settings_of(folder / "generation_config.json")
+    path = folder / "generation_config.json"
     if found.get("eos_token_id") is None:
-        found["eos_token_id"] = _object(folder / "config.json").get("eos_token_id")
+        path = folder / "config.json"
+        found["eos_token_id"] = settings_of(path).get("eos_token_id")
+    with tree.at(str(path)):
+        stop_tokens(found)
+    with tree.at(str(folder / "generation_config.json")):
+        sampling(found, {})
     return found
 
 
@@ -45,7 +54,7 @@ def stop_tokens(settings: dict[str, Any]) -> tuple[int, ...]:
     """Return the tokens that end a text, of an integer or a list; raise ValueError for anything else."""
     found = settings.get("eos_token_id")
     many = [] if found is None else found if isinstance(found, list) else [found]
-    if not all(type(token) is int and token >= 0 for token in many):
+    if not all(type(token) is int and 0 <= token < 1 << 31 for token in many):
         raise ValueError(f"eos_token_id is {found!r:.80}; wanted the id of a token, or a list of ids")
     return tuple(many)
 
@@ -85,12 +94,13 @@ def sampling(settings: dict[str, Any], given: dict[str, Any]) -> Sampling:
 
 def _number(name: str, value: Any) -> Any:
     """Return a setting; raise ValueError if it is no number."""
-    if type(value) not in (int, float) or (name == "top_k" and type(value) is not int):
+    fits = type(value) in (int, float) and abs(value) <= sys.float_info.max
+    if not fits or (name == "top_k" and type(value) is not int):
         raise ValueError(f"{name} is {value!r:.80}; wanted a number")
     return value
 
 
-def encode(text: str, tokenizer: Tokenizer) -> list[int]:
+def encode(text: str, tokenizer: Tokenizer | Worker) -> list[int]:
     """Return the tokens of a plain prompt, with the special tokens of ``tokenizer.json``'s post-processor.
 
     transformers 5 follows the post-processor too, and ignores ``add_bos_token`` of ``tokenizer_config.json``.
@@ -104,7 +114,7 @@ def encode_chats(chats: Sequence[tuple[str, list[dict[str, Any]]]], text: Text) 
     They are rendered in a process of bounded time and memory, as the data of a training are. Raises ValueError, with
     the name, for a tokenizer without a template, and for a template that fails.
     """
-    with Worker(text) as worker:
+    with Worker(text, limits=short(text.path)) as worker:
         return [worker.chat(messages, prompt=True, name=name).tokens for name, messages in chats]
 
 
@@ -137,7 +147,7 @@ def _messages(name: str, item: Any) -> list[dict[str, Any]]:
     return item
 
 
-def pieces(tokenizer: Tokenizer) -> Generator[str, int | None, None]:
+def pieces(tokenizer: Tokenizer | Worker) -> Generator[str, int | None, None]:
     """Receive tokens by ``send`` and yield the text that each completes; characters are never cut (UTF-8).
 
     A token may complete no text, if its bytes begin a character that later tokens end. ``send(None)`` yields the rest.
@@ -154,15 +164,3 @@ def pieces(tokenizer: Tokenizer) -> Generator[str, int | None, None]:
         out = ""
         if token is None or not text.endswith("\ufffd"):
             out, before, shown = text[len(old) :], shown, len(tokens)
-
-
-def _object(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        found = json.loads(path.read_text("utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: not JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"{path}: got {type(found).__name__}, wanted an object")
-    return found

@@ -17,22 +17,22 @@ The step is traced, not estimated (examples/common/pricing.py), as the device ru
 import dataclasses
 import json
 import math
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from fquant import lazy, profiling
 from fquant.compile.roofline import Device, named
 from fquant.device import HOST
+from fquant.io.files.reading import inside, json_object
 from models import hf
 from models.config import Config
 from models.presets import PRESETS
 
+from ..common import terminal
 from ..common.command_line import (
     DTYPES,
     MOMENTS,
@@ -137,15 +137,15 @@ class Options:
         """Return the config of the model, the dtype of its weights, and its base if the folder holds it quantised."""
         if self.model in PRESETS:
             return PRESETS[self.model], torch.bfloat16, None
-        if not (Path(self.model) / hf.CONFIG).is_file():
+        if not inside(Path(self.model) / hf.CONFIG).exists():
             fix = f"wanted one or the other, presets are {', '.join(PRESETS)}"
             raise ValueError(f"--model {self.model}: no preset, and no folder with a {hf.CONFIG}; {fix}")
         cfg = hf.read_config(self.model)
-        raw = json.loads((Path(self.model) / hf.CONFIG).read_bytes())
-        name = raw.get("dtype") or raw.get("torch_dtype") or "bfloat16"
+        raw = json_object(Path(self.model) / hf.CONFIG)
+        name = str(raw.get("dtype") or raw.get("torch_dtype") or "bfloat16").removeprefix("torch.")
         known = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
         if name not in known:
-            raise ValueError(f"{self.model}: torch_dtype = {name!r}, want one of {', '.join(known)}; correct it")
+            raise ValueError(f"{self.model}: torch_dtype = {name!r:.80}, want one of {', '.join(known)}; correct it")
         if raw.get("quantization_config") is None:
             return cfg, known[name], None
         base = lazy.like(hf.lazy(self.model)[1])
@@ -223,9 +223,9 @@ def main(args: list[str] | None = None) -> int:
         if options.plot is not None and not options.plot.parent.is_dir():
             raise ValueError(f"--plot {options.plot}: its folder does not exist; make it")
     except ValueError as error:
-        print(f"plan: {error}", file=sys.stderr)
+        terminal.complain("plan", error)
         return 2
-    console = Console()
+    console = terminal.console()
     rows = []
     columns = TextColumn("tracing [bold]{task.fields[mesh]}[/]"), BarColumn(), MofNCompleteColumn()
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:

@@ -20,7 +20,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
 from rich.table import Column, Table
 
 import shard
@@ -28,7 +27,7 @@ from fquant.io import peft
 from models import hf
 from models.export.folder import copy_companions
 
-from ..common import devices, run_folder, runs
+from ..common import devices, run_folder, runs, terminal
 from ..common.model_folders import companions
 from ..common.objectives import ON_DOCUMENTS
 from ..common.progress import METRICS, bar, draw, metrics, widen
@@ -38,6 +37,7 @@ from ..data import show as show_rows
 from ..data import tokenizer as data_tokenizer
 from ..data.options import Note
 from ..data.store import Progress
+from ..data.workers import Worker
 from . import full_training, train
 from .adapters import merged
 from .measure import Judgement, Result, measure, validate
@@ -58,12 +58,12 @@ def prepare(options: Options) -> bool:
 @contextmanager
 def read(options: Options) -> Iterator[tuple[Note, Progress]]:
     """Open a bar of progress over the data, and give what takes notes and progress; rows as JSON have stdout alone."""
-    console = Console(stderr=options.json)
-    console.print(f"[dim]reading {options.model} and the data[/]", highlight=False, soft_wrap=True)
+    console = terminal.console(stderr=options.json)
+    console.print(f"reading {options.model} and the data", style="dim", highlight=False, soft_wrap=True)
     with bar(console, console.is_terminal) as progress:
         task = progress.add_task("tokenising", total=None, visible=False)
         update = lambda done, total: progress.update(task, completed=done, total=total, visible=True)
-        yield lambda line: console.print(line, markup=False, highlight=False, soft_wrap=True), update
+        yield lambda line: console.print(line, highlight=False, soft_wrap=True), update
 
 
 def shown(options: Options, work: train.Work) -> bool:
@@ -71,14 +71,14 @@ def shown(options: Options, work: train.Work) -> bool:
     if not options.show_data:
         return False
     rows = data.take(work.train, torch.arange(min(options.show_data, len(work.train.rows))))
-    tokenizer = data_tokenizer.read(options.model)
-    if options.json:
-        for line in show_rows.lines(rows, tokenizer, options.show_data):
-            print(line)
-        return True
-    console = Console()
-    is_plain = console.no_color or console.color_system is None
-    console.print(show_rows.text(rows, tokenizer, options.show_data, is_plain))
+    with Worker(data_tokenizer.text(options.model, options.chat_template)) as tokenizer:
+        if options.json:
+            for line in show_rows.lines(rows, tokenizer, options.show_data):
+                print(line)
+            return True
+        console = terminal.console()
+        is_plain = console.no_color or console.color_system is None
+        console.print(show_rows.text(rows, tokenizer, options.show_data, is_plain))
     return False
 
 
@@ -122,7 +122,7 @@ def publish(run: Run, state: State, folder: Path) -> None:
 
 def show(run: Run, state: State, result: Result | Judgement) -> None:
     """Write the result and the loss curve, and print one table."""
-    options, folder, console = run.options, run.options.folder(), Console()
+    options, folder, console = run.options, run.options.folder(), terminal.console()
     run_folder.write(folder / runs.RESULT, dataclasses.asdict(result))
     if isinstance(result, Judgement):
         before, after = f"{result.loss_before:.4f}", f"{result.loss_after:.4f}"

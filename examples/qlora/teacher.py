@@ -40,7 +40,7 @@ def find(options: Options, cfg: Config, dense: Any, device: torch.device = HOST)
         return Teacher(cfg, dense)
     found, weights = hf.lazy(options.teacher, device)
     check(found, None, options.seq, options.teacher)
-    texts = [tokenizer.read(folder).get_vocab() for folder in (options.model, options.teacher)]
+    texts = [tokenizer.vocabulary(folder) for folder in (options.model, options.teacher)]
     if texts[0] != texts[1]:
         token = min(token for token, _ in texts[0].items() ^ texts[1].items())
         fault = f"its tokenizer has another number for {token!r} than that of {options.model}, or none"

@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Column, Table
 
-from ..common import devices, run_folder, runs
+from ..common import devices, run_folder, runs, terminal
 from ..common.objectives import ON_DOCUMENTS
 from ..common.progress import METRICS, draw, metrics, widen
 from ..qlora import cli as qlora
@@ -59,7 +58,7 @@ def publish_best(run: Run, training: States, step: Step, folder: Path) -> None:
 
 def show(run: Run, training: States, results: list[Result]) -> None:
     """Write the results and the plot, and print one table, the best first."""
-    folder, console = run.options.folder(), Console()
+    folder, console = run.options.folder(), terminal.console()
     run_folder.write(folder / runs.RESULT, {"experiments": [asdict(result) for result in results]})
     drawn = plot(folder, run, results)
     is_text = run.options.objective == "sft"

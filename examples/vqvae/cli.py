@@ -16,7 +16,6 @@ from typing import Any
 
 import torch.distributed as dist
 from matplotlib.figure import Figure
-from rich.console import Console
 from rich.table import Column, Table
 from torch import Tensor
 
@@ -24,7 +23,7 @@ from fquant.device import HOST
 from fquant.vq.composite.residual import Residual
 from shard.device_mesh import device_of
 
-from ..common import devices, run_folder, runs
+from ..common import devices, run_folder, runs, terminal
 from ..common.progress import METRICS, draw, metrics
 from . import photographs, train
 from .options import Options
@@ -48,7 +47,7 @@ def title(run: Run) -> str:
 
 def show(run: Run, training: Training, measured: tuple[Result, Tensor, Residual]) -> None:
     """Write the result and two pictures, and print one table."""
-    folder, console, (result, counts, books) = run.options.folder(), Console(), measured
+    folder, console, (result, counts, books) = run.options.folder(), terminal.console(), measured
     run_folder.write(folder / runs.RESULT, dataclasses.asdict(result))
     images = reconstruction(folder, run, training, books, result), codebook(folder, counts)
     console.print(table(run, result, dist.get_world_size()))

@@ -31,6 +31,7 @@ from ..lora import Adapters, Lora
 from ..packed import FLOATS
 from ..tree import expect
 from . import peft_config, peft_tensors, safetensors
+from .files.reading import inside
 from .peft_config import CONFIG
 from .peft_tensors import FIELDS, INNER, PREFIX, SAVED_BESIDE, TABLE_FIELDS, UNKNOWN, cast, check_shapes, unstacked
 
@@ -151,9 +152,9 @@ def _open(
 ) -> tuple[safetensors.Header, Adapters, list[str]]:
     """Return the header, the adapters, and the names of whole tensors."""
     settings = peft_config.read(folder / CONFIG)
-    if not (folder / WEIGHTS).exists() and (folder / "adapter_model.bin").exists():
+    if not inside(folder / WEIGHTS).exists() and (folder / "adapter_model.bin").exists():
         raise ValueError(f"{folder}: got adapter_model.bin, wanted {WEIGHTS}; save it with safe_serialization=True")
-    found = safetensors.header(folder / WEIGHTS)
+    found = safetensors.header(inside(folder / WEIGHTS))
     with tree.at(str(found.path)):
         modules, whole = peft_tensors.sorted_names(found, settings)
         parameters = peft_tensors.parameters_of(modules, settings)

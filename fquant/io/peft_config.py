@@ -18,9 +18,10 @@ from typing import Any
 from .. import tree
 from ..packed_linear import Lora
 from ..tree import expect
+from .files.reading import inside, json_object
 from .linear_regex import check_name, matcher
 from .name_patterns import is_fixed, lookup
-from .tree_json import Rule, check_values, one_of, parse
+from .tree_json import Rule, check_values, one_of
 
 CONFIG = "adapter_config.json"
 
@@ -51,9 +52,9 @@ def values(path: Path, rules: Mapping[str, tuple[Any, Rule]], ignored: Collectio
     Raises ValueError that names the file and the setting, for one against its rule. So it does for one that is neither
     in ``rules`` nor ``ignored``, unless it is null, false or empty.
     """
-    expect(path.is_file(), f"{path}: got no such file, wanted that of a PEFT adapter; check the folder")
+    expect(inside(path).exists(), f"{path}: got no such file, wanted that of a PEFT adapter; check the folder")
+    content = json_object(path, "the settings of an adapter")
     with tree.at(str(path)):
-        content = parse(path.read_bytes(), "the settings of an adapter")
         for key, x in content.items():
             fault = f"{key:.80}: got {x!r:.80}, wanted it absent, null or false; it is not supported"
             expect(key in rules or key in ignored or not x, fault)

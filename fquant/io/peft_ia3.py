@@ -20,6 +20,7 @@ from ..adapted.nodes import Ia3
 from ..packed import FLOATS
 from ..tree import expect
 from . import safetensors
+from .files.reading import inside
 from .linear_regex import check_name, matcher
 from .peft import WEIGHTS
 from .peft_config import CONFIG, values
@@ -83,7 +84,7 @@ def load(
     file, and the setting, module or tensor that cannot be read.
     """
     is_feedforward = _settings(Path(folder) / CONFIG)
-    found = safetensors.header(Path(folder) / WEIGHTS)
+    found = safetensors.header(inside(Path(folder) / WEIGHTS))
     out: dict[str, Ia3] = {}
     with tree.at(str(found.path)):
         expect(found.tensors, "got no tensors, wanted those of at least one module; the file is incomplete")

@@ -6,6 +6,7 @@ finished. Files beside the weights (tokenizer, generation config) are copied fro
 
 import json
 import math
+import os
 import shutil
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -16,9 +17,10 @@ import torch
 from torch import Tensor
 
 from fquant.device import HOST
-from fquant.io import safetensors, tree_json
+from fquant.io import safetensors
+from fquant.io.files.reading import inside
 from fquant.lazy import Lazy
-from fquant.tree import at, expect
+from fquant.tree import expect
 
 Done: TypeAlias = Callable[[int, int], None]  # is called with the finished tensors and all
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -134,16 +136,15 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
         file.write((json.dumps(content, indent=2, sort_keys=True) + "\n").encode())
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Read an object; raise ValueError that names the file."""
-    with at(str(path)):
-        return tree_json.parse(path.read_bytes(), "a JSON object")
-
-
 def copy_companions(source: str | Path, folder: str | Path) -> list[str]:
-    """Copy tokenizer and generation config from ``source`` to ``folder``; return their names."""
-    found = [name for name in COMPANIONS if (Path(source) / name).is_file()]
-    for name in found:
-        with (Path(source) / name).open("rb") as file, safetensors.replacing(Path(folder) / name) as new:
-            shutil.copyfileobj(file, new)
-    return found
+    """Copy tokenizer and generation config from ``source`` to ``folder``; return their names.
+
+    A copy can be read by no more people than its source. Raises ValueError for a link that leaves ``source``.
+    """
+    found = {name: path for name in COMPANIONS if (path := inside(Path(source) / name)).exists()}
+    for name, path in found.items():
+        with path.open("rb") as original, safetensors.replacing(Path(folder) / name) as copy:
+            shutil.copyfileobj(original, copy)
+            modes = [os.fstat(file.fileno()).st_mode for file in (original, copy)]
+            os.fchmod(copy.fileno(), modes[1] & (modes[0] | 0o600) & 0o777)
+    return list(found)

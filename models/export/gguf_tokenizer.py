@@ -13,12 +13,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-from fquant.io import tree_json
+from fquant.io.files.reading import inside, json_object, read_text
 from fquant.io.gguf_writer import Value
 from fquant.tree import at, expect
 
 TOKENIZER, TOKENIZER_CONFIG, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
-MAX_BYTES = 1 << 27  # of a JSON file
+MAX_BYTES = 1 << 27  # of tokenizer.json
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # llama.cpp's llama_token_type
 _COMMON = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
@@ -38,7 +38,9 @@ def tokenizer_values(folder: str | Path, vocab: int) -> dict[str, Value]:
     Raises ValueError that names the file, for a tokenizer that llama.cpp does not have.
     """
     folder = Path(folder)
-    content = _read(folder / TOKENIZER)
+    fault = f"{folder / TOKENIZER}: no such file; give a folder with a {TOKENIZER}"
+    expect(inside(folder / TOKENIZER).exists(), fault)
+    content = json_object(folder / TOKENIZER, most=MAX_BYTES)
     with at(str(folder / TOKENIZER)):
         model: Any = content.get("model")
         expect(isinstance(model, dict), f"model: got {model!r:.80}, wanted an object; fetch the file again")
@@ -49,7 +51,7 @@ def tokenizer_values(folder: str | Path, vocab: int) -> dict[str, Value]:
         if merges:
             values["merges"] = merges
         first = _first_special(content.get("post_processor"))
-    options = _read(folder / TOKENIZER_CONFIG) if (folder / TOKENIZER_CONFIG).exists() else {}
+    options = json_object(folder / TOKENIZER_CONFIG) if inside(folder / TOKENIZER_CONFIG).exists() else {}
     with at(str(folder / TOKENIZER_CONFIG)):
         for name, key in SPECIAL.items():
             if (token := _token_of(options.get(name), name)) is not None:
@@ -60,27 +62,11 @@ def tokenizer_values(folder: str | Path, vocab: int) -> dict[str, Value]:
         values["add_bos_token"] = begins
         values["add_eos_token"] = options.get("add_eos_token") is True
         template = options.get("chat_template")
-        if (folder / TEMPLATE).exists():
-            template = _read_text(folder / TEMPLATE)
+        if inside(folder / TEMPLATE).exists():
+            template = read_text(folder / TEMPLATE)
         expect(isinstance(template, str | None), "chat_template: got several, wanted one text; keep the default one")
     out = {f"tokenizer.ggml.{key}": item for key, item in values.items()}
     return out if template is None else out | {"tokenizer.chat_template": template}
-
-
-def _read(path: Path) -> dict[str, Any]:
-    text = _read_text(path)
-    with at(str(path)):
-        return tree_json.parse(text, "a JSON object")
-
-
-def _read_text(path: Path) -> str:
-    expect(path.is_file(), f"{path}: no such file; give a folder with a {TOKENIZER}")
-    size = path.stat().st_size
-    expect(size <= MAX_BYTES, f"{path}: got {size} bytes, wanted at most {MAX_BYTES}; it is no tokenizer")
-    try:
-        return path.read_bytes().decode()
-    except UnicodeDecodeError:
-        raise ValueError(f"{path}: got bytes that are no UTF-8; fetch it again") from None
 
 
 def _splitter(content: dict[str, Any], model: dict[str, Any]) -> str:
@@ -134,7 +120,7 @@ def _tokens(model: dict[str, Any], added: Any, vocab: int) -> tuple[list[str], l
         expect(fits, f"added_tokens: got {item!r:.80}, wanted an object with a content; fetch the file again")
         index: Any = item.get("id")
         text = item["content"]
-        if found.get(index, (text, 0))[0] == text:
+        if type(index) is int and found.get(index, (text, 0))[0] == text:
             found.pop(index, None)
         _put(found, index, text, CONTROL if item.get("special") else USER_DEFINED, vocab)
     rows = [found.get(index, (f"[PAD{index}]", UNUSED)) for index in range(vocab)]

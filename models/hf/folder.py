@@ -7,33 +7,34 @@ from typing import Any
 import torch
 
 from fquant import tree
-from fquant.io import quantized, safetensors, tree_json
+from fquant.io import quantized, safetensors
+from fquant.io.files.reading import inside, json_object
 
 from ..config import Config
 from .config import from_hf
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-MOST_JSON = 100_000_000  # bytes
 
 
 def headers(folder: Path) -> dict[str, safetensors.Header]:
     """Map the name of each tensor to the header of its file."""
-    if (folder / SINGLE).exists():
-        if (folder / INDEX).exists():
+    single, index = inside(folder / SINGLE), inside(folder / INDEX)
+    if single.exists():
+        if index.exists():
             raise ValueError(f"{folder}: both {SINGLE} and {INDEX} are there, want one of them; remove the other")
-        header = safetensors.header(folder / SINGLE)
+        header = safetensors.header(single)
         return dict.fromkeys(header.tensors, header)
-    if not (folder / INDEX).exists():
+    if not index.exists():
         raise ValueError(f"{folder}: neither {SINGLE} nor {INDEX}; fetch one, or convert the weights to safetensors")
-    weight_map = read_json(folder / INDEX).get("weight_map")
+    weight_map = json_object(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise ValueError(f"{folder / INDEX}: want a table weight_map of tensor names to file names; fetch it again")
     headers = {}
     for file in sorted(set(weight_map.values())):
         if Path(file).name != file or not file.isprintable() or len(file.encode()) > 255:
             raise ValueError(f"{folder / INDEX}: {file!r:.80} is no plain file name; shards are beside their index")
-        if not (folder / file).is_file():
+        if not inside(folder / file).is_file():
             count = sum(named == file for named in weight_map.values())
             raise ValueError(f"{folder / file} is missing, {INDEX} says it holds {count} tensors; fetch it again")
         headers[file] = safetensors.header(folder / file)
@@ -53,7 +54,7 @@ def read_config(folder: str | Path) -> Config:
     folder = Path(folder)
     if not folder.is_dir():
         raise ValueError(f"{folder}: no such folder, want one with {CONFIG} and weights; check the path")
-    raw = read_json(folder / CONFIG)
+    raw = json_object(folder / CONFIG)
     with tree.at(str(folder / CONFIG)):
         return from_hf(raw)
 
@@ -63,7 +64,7 @@ def read_method(folder: Path) -> tuple[quantized.Method, torch.dtype | None] | N
 
     The dtype is None if the config does not say it.
     """
-    raw = read_json(folder / CONFIG)
+    raw = json_object(folder / CONFIG)
     if raw.get("quantization_config") is None:
         return None
     with tree.at(str(folder / CONFIG)):
@@ -72,16 +73,6 @@ def read_method(folder: Path) -> tuple[quantized.Method, torch.dtype | None] | N
         fault = f"torch_dtype = {named!r:.80}, want one of {', '.join(DTYPES)}"
         tree.expect(named is None or dtype is not None, f"{fault}, because the weights are quantised")
         return quantized.method(raw["quantization_config"]), dtype
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a file that holds one JSON object; raise ValueError for anything else."""
-    if not path.is_file():
-        raise ValueError(f"{path}: no such file; fetch the checkpoint again")
-    if (nbytes := path.stat().st_size) > MOST_JSON:
-        raise ValueError(f"{path}: {nbytes} bytes, want at most {MOST_JSON}; fetch the checkpoint again")
-    with tree.at(str(path)):
-        return tree_json.parse(path.read_bytes(), "a table of a checkpoint")
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

@@ -13,6 +13,7 @@ from fquant import lazy as lazies
 from fquant import tree
 from fquant.device import HOST
 from fquant.io import safetensors
+from fquant.io.files.reading import inside
 from fquant.lazy import Lazy
 from fquant.packed import Packed
 
@@ -34,7 +35,7 @@ def lazy(folder: str | Path, device: torch.device = HOST) -> tuple[Config, Any]:
     A quantised weight of any method of ``fquant.io.quantized`` is a Lazy that reads a Packed.
     """
     folder = Path(folder)
-    if (folder / packed.PACKED).exists():
+    if inside(folder / packed.PACKED).exists():
         return packed.lazy(folder, device)
     cfg = read_config(folder)
     found = headers(folder)

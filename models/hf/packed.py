@@ -18,6 +18,7 @@ from fquant import tree
 from fquant.device import HOST
 from fquant.grouped_products import full_shape
 from fquant.io import lazy_tree
+from fquant.io.files.reading import inside
 from fquant.lazy import Lazy
 from fquant.packed import Packed
 
@@ -64,7 +65,7 @@ def lazy(folder: str | Path, device: torch.device = HOST) -> tuple[Config, Any]:
     Leaves read to ``device``.
     """
     folder = Path(folder)
-    cfg, params = read_config(folder), lazy_tree.lazy(folder / PACKED, device)
+    cfg, params = read_config(folder), lazy_tree.lazy(inside(folder / PACKED), device)
     with tree.at(str(folder / PACKED)):
         check(cfg, params)
     return cfg, params

@@ -10,11 +10,12 @@ from torch import Tensor
 from fquant import tree
 from fquant.device import HOST
 from fquant.io import safetensors
+from fquant.io.files.reading import json_object
 from fquant.lazy import Lazy
 
 from ..encoder.config import EncoderConfig
 from ..encoder.params import shapes
-from ..hf.folder import CONFIG, first, headers, read_json
+from ..hf.folder import CONFIG, first, headers
 from ..hf.loading import FLOATS
 from .config import HEADS, architecture_heads, from_hf
 from .families import FAMILIES
@@ -34,7 +35,7 @@ def lazy(folder: str | Path, device: torch.device = HOST) -> tuple[EncoderConfig
     folder = Path(folder)
     if not folder.is_dir():
         raise ValueError(f"{folder}: no such folder, want one with {CONFIG} and weights; check the path")
-    raw = read_json(folder / CONFIG)
+    raw = json_object(folder / CONFIG)
     with tree.at(str(folder / CONFIG)):
         cfg = from_hf(raw)
     family = FAMILIES[cfg.family]
