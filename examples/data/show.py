@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from rich.text import Text
 from tokenizers import Tokenizer
 
+from fquant.tree import printable
+
 from .dataset import IGNORED, Rows
 from .workers import Worker
 
@@ -37,9 +39,7 @@ def text(rows: Rows, tokenizer: Tokenizer | Worker, n: int, bracketed: bool = Fa
             if bracketed and counts[i] and not counts[i - 1]:
                 out.append(BRACKETS[0], style=COUNTS)
             said = _said(tokenizer, token)
-            out.append(
-                said if said.isprintable() or said.isspace() else repr(said)[1:-1], COUNTS if counts[i] else CONTEXT
-            )
+            out.append(printable(said, "\n\t"), COUNTS if counts[i] else CONTEXT)
             if bracketed and counts[i] and not any(counts[i + 1 : i + 2]):
                 out.append(BRACKETS[1], style=COUNTS)
         out.append("\n\n")

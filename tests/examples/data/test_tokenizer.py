@@ -2,6 +2,7 @@
 
 import json
 import re
+import resource
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, processors
@@ -152,3 +153,46 @@ def test_read(tmp_path):
     cut.enable_padding(length=20)
     write(tmp_path, cut)
     assert tokenizer.read(tmp_path).encode("abcdef").ids == byte_level().encode("abcdef").ids
+
+
+def replaced(count):
+    """Return a normaliser that makes a text 16 ** count times as long."""
+    one = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 16}
+    return {"normalizer": {"type": "Sequence", "normalizers": [one] * count}}
+
+
+def begun(token):
+    """Return a post-processor that begins a text with the number ``token``."""
+    parts = [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+    named = {"<s>": {"id": "<s>", "ids": [token], "tokens": ["<s>"]}}
+    return {"post_processor": {"type": "TemplateProcessing", "single": parts, "pair": parts, "special_tokens": named}}
+
+
+def charsmap(text):
+    return {"normalizer": {"type": "Precompiled", "precompiled_charsmap": text}}
+
+
+HARM = {
+    "nested": (replaced(20), "its process ended with -6; wanted a tokenizer that takes less than|took more than 10 s"),
+    "a token that is none": (begun(4_000_000_000), "post_processor: got the token 4000000000, wanted one of its"),
+    "a number that is none": (begun(1 << 40), "not a tokenizer: "),
+    "a map cut short": (charsmap("AAAA"), "not a tokenizer: Precompiled"),
+    "a map of nonsense": (charsmap("//////////8="), "its process ended with -6"),
+    "a map that points nowhere": (charsmap("BAAAAP////8AAAAA"), "not a tokenizer: index out of bounds"),
+    "an expression that is none": (
+        {"normalizer": {"type": "Replace", "pattern": {"Regex": "("}, "content": ""}},
+        "not a tokenizer: ",
+    ),
+}
+
+
+@pytest.mark.parametrize("change, fault", HARM.values(), ids=HARM)
+def test_tokenizers_that_mean_harm_end_in_one_error(tmp_path, change, fault):
+    """In a process of its own, which alone takes time and memory."""
+    write(tmp_path, ends(), **ENDS)
+    spec = json.loads((tmp_path / "tokenizer.json").read_text())
+    (tmp_path / "tokenizer.json").write_text(json.dumps(spec | change))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(ValueError, match=f"^{tmp_path}/tokenizer.json: ({fault})") as raised:
+        tokenizer.text(tmp_path)
+    assert "\n" not in str(raised.value) and resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 << 10
