@@ -32,7 +32,8 @@ class _Plain(Console):
 
     def render_str(self, text: str, **options: Any) -> Text:
         """Return ``text`` in printable characters; rich measures each text, cells of tables too, by this."""
-        return super().render_str(printable(text, KEPT), **options | {"markup": False, "emoji": False})
+        options |= {"markup": False, "emoji": False}
+        return super().render_str(printable(text, KEPT), **options)
 
 
 def console(**options: Any) -> Console:
