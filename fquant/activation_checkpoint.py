@@ -28,7 +28,17 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from . import tree
-from .autodiff import current_modes, in_modes, is_dual, layers, pull_back, push_forward, replace_at, unwrap_dead
+from .autodiff import (
+    check_floats,
+    current_modes,
+    in_modes,
+    is_dual,
+    layers,
+    pull_back,
+    push_forward,
+    replace_at,
+    unwrap_dead,
+)
 from .compile.tracing.reads import DRAW, Around, Reads, checked, without_reads
 from .compile.tracing.tracer import draws, recorder
 from .device import HOST, META
@@ -62,7 +72,7 @@ def remat(f: Callable[..., Any], order: int = 1) -> Callable[..., Any]:
             with in_modes(modes), reads or nullcontext():
                 result = f(*tree.unflatten(structure, replace_at(static, places, tensors)))
             with tree.at(f"remat({_name(f)}) returned"):
-                tree.check_floats(result, "return the rest from outside")
+                check_floats(result, "return the rest from outside")
             structure_of_result[:] = [tree.structure(result)]
             return tuple(tree.leaves(result))
 

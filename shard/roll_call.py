@@ -18,8 +18,8 @@ A rank that waits learns of these, and raises RuntimeError with the ranks, and t
 
 The last two need questions. Every half second a rank that waits asks those it waits for, and those they wait for, what
 they do. The threads of the control plane answer. A circle counts if it stands in three rounds of answers with the same
-calls, because then no rank in it can have moved. A rank that computes and answers is waited for without a limit, and
-so is one that keeps Python's lock and cannot answer, as long as its process runs (transport/liveness.py).
+calls, because then no rank in it can have moved. A rank that computes and answers is waited for without a limit.
+So is a rank that keeps Python's lock and cannot answer, as long as its process runs (transport/liveness.py).
 
 The ranks of a collective or a replay are asked also while tensors travel over gloo or through shared memory
 (``transfer``). If one is silent or has failed, the transport's wait is ended, and raises this error within 10 s of the

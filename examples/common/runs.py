@@ -10,7 +10,7 @@ mesh from its folder, to the bit, or on the same mesh if sums over rows follow t
 on beyond its end. One that was killed before its first checkpoint begins again. A checkpoint that is damaged and data
 or a model that changed since the start are refused.
 
-A run that is stopped by Ctrl-C or SIGTERM leaves with a checkpoint (examples/common/interrupts.py). One of which a rank
+A run that is stopped by Ctrl-C or SIGTERM leaves with a checkpoint (launch/interrupts.py). One of which a rank
 dies begins again from its last checkpoint if it may. With ``--restarts`` this program starts all local ranks again.
 With ``--elastic`` a command begins the run in ``--out``, or goes on there with as many processes as there are now.
 torchrun starts the same command line again after a death.

@@ -16,8 +16,9 @@ import torch.distributed as dist
 
 import shard
 
-from . import checkpoints, devices, finite, interrupts, launch, run_folder, tracking, verification
+from . import checkpoints, devices, finite, launch, run_folder, tracking, verification
 from .checkpoints import Validation
+from .launch import interrupts
 from .progress import Report
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Whether the process of a rank runs, is stopped or is dead, without an answer of its own.
+"""Tell whether the process of a rank runs, is stopped or is dead, without an answer of that process.
 
 A rank that keeps Python's lock, in a long ``json.loads`` or a regular expression, runs, and no thread of it answers.
 The system knows its state: a rank of the same host reads /proc. For ranks of other hosts, a small process beside each
@@ -53,7 +53,7 @@ def _stat(process: int) -> list[str]:
 
 
 class Witness:
-    """A process beside this one that tells its state to whoever connects to ``port``; it ends with this one."""
+    """A process beside this one that tells its state to each rank that connects to ``port``; it ends with this one."""
 
     def __init__(self, address: str, family: socket.AddressFamily, place: Place) -> None:
         with socket.create_server((address, 0), family=family) as listener:
@@ -84,4 +84,4 @@ def _serve(descriptor: int, family: int, process: int, born: str) -> None:
 
 
 if __name__ == "__main__":
-    _serve(*map(int, sys.argv[1:4]), sys.argv[4])
+    _serve(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])

@@ -82,7 +82,9 @@ for _name in METHODS:
 
 def settings(folder):
     found = prompts.settings(folder)
-    prompts.sampling(found, {}), prompts.stop_tokens(found), prompts.unapplied(found)
+    prompts.sampling(found, {})
+    prompts.stop_tokens(found)
+    prompts.unapplied(found)
 
 
 def resumed(kind):

@@ -27,7 +27,8 @@ import torch.distributed as dist
 from fquant.compile import all_gather_text
 from shard import roll_call
 
-from .launch import SIGNALS, Stopped
+from .rank_server import SIGNALS
+from .ranks import Stopped
 
 AGAIN = 1.0  # seconds between two signals that a person sends
 

@@ -11,7 +11,7 @@ import pytest
 
 from examples.common.launch import temporary_folder
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 PROGRAM = """
 import sys, tempfile
 from examples.common.launch import temporary_folder

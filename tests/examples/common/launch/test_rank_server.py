@@ -11,12 +11,13 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 # A rank's parent is the server. In it the job is imported; each rank prints what it finds there, and then waits.
 JOB = textwrap.dedent("""
     import os, signal, time
     from pathlib import Path
-    from examples.common import interrupts, launch
+    from examples.common import launch
+    from examples.common.launch import interrupts
 
     IMPORTED_BY = os.getpid()
 

@@ -256,7 +256,7 @@ def temporary():
 def test_nothing_is_left_in_the_temporary_folder(tmp_path, temporary, end):
     script = tmp_path / "pool.py"
     script.write_text(textwrap.dedent(POOL.replace("END", ENDS[end])))
-    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "TMPDIR": temporary}
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3]), "TMPDIR": temporary}
     done = subprocess.run([sys.executable, str(script)], env=env, capture_output=True, text=True, timeout=100)
     assert "ranks-" in done.stdout, done.stderr
     left = lambda: [name for name in os.listdir(temporary) if not name.startswith("torchinductor_")]  # torch's own
@@ -269,7 +269,7 @@ def test_nothing_is_left_in_the_temporary_folder(tmp_path, temporary, end):
 
 def test_there_is_one_pool():
     """All test files that use the pool run in one worker."""
-    here = Path(__file__).parents[1]
+    here = Path(__file__).parents[2]
     users = [path for path in here.rglob("test_*.py") if "ranks.run(" in path.read_text()]
     assert len(users) > 20 and {group(path) for path in users} == {"ranks"}
     assert group(here / "fquant/test_tree.py") != group(here / "fquant/test_communication.py")

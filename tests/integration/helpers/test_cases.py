@@ -43,7 +43,7 @@ def test_each_value():
 
 # --- on a device ------------------------------------------------------------------------------------------------------
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 TRITON = {  # tests of a file for a card, none where Triton is not installed
     "tests/fquant/kernels/test_triton.py": 150, "tests/fquant/kernels/triton/test_attention.py": 50,
     "tests/fquant/kernels/triton/test_decoding.py": 30, "tests/fquant/kernels/triton/test_elementwise.py": 35,

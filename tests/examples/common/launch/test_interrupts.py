@@ -1,4 +1,4 @@
-"""examples.common.interrupts: a signal to one rank is known to all after a step, and a second one ends at once."""
+"""A signal to one rank is known to all ranks after a step, and a second signal ends at once."""
 
 import os
 import signal
@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 import shard
-from examples.common import interrupts
+from examples.common.launch import interrupts
 from tests.helpers import ranks
 
 pytestmark = pytest.mark.xdist_group("ranks")
@@ -60,7 +60,7 @@ def test_a_signal_that_is_ignored_stays_so():
 
 PATIENT = """
 import os, time
-from examples.common import interrupts
+from examples.common.launch import interrupts
 interrupts.AGAIN = 0.1
 with interrupts.noticed() as signals:
     os.kill(os.getpid(), 2)

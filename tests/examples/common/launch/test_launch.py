@@ -17,7 +17,7 @@ import pytest
 
 from examples.common.launch import ranks
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 JOB = textwrap.dedent("""
     import os, sys, time
     from pathlib import Path
