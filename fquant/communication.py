@@ -75,6 +75,11 @@ def identity(x: Any) -> Any:
     return x
 
 
+def no_total(x: Tensor) -> Tensor:
+    """Raise ValueError: a loss of single rows cannot know the number of targets of all rows."""
+    raise ValueError("count: missing, and the gradients of rows add up; give the number of targets of the whole batch")
+
+
 @dataclasses.dataclass(frozen=True)
 class Comm:
     """The communication of a loss; a block calls ``load`` first, an embedding ``rows``, a head's loss ``part``.

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fquant import tree
 from fquant.autodiff import is_mapped, layers, mapped_levels
-from fquant.communication import Comm, identity
+from fquant.communication import Comm, identity, no_total
 from fquant.device import HOST
 
 from .reference_gradient import at_least_float32
@@ -74,7 +74,8 @@ def num_targets(targets: Tensor, params: Any, comm: Comm) -> Tensor:
     A vmap over targets but not over ``params`` is one over examples, which no other rank has parts of.
     """
     count = (targets != IGNORE).sum()
-    if comm.total is not identity and not mapped_levels(targets).difference(*map(mapped_levels, tree.leaves(params))):
+    is_of_example = mapped_levels(targets).difference(*map(mapped_levels, tree.leaves(params)))
+    if comm.total is no_total or (comm.total is not identity and not is_of_example):
         count = comm.total(count)
     return count.clamp(min=1)
 

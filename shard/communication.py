@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fquant.activation_checkpoint import remat
-from fquant.communication import Comm, identity
+from fquant.communication import Comm, identity, no_total
 
 from . import bundle, sharded_embedding, vocab_parallel
 from .bundle import Bundle
@@ -54,9 +54,11 @@ def comm(
     every rank must map over as many. Without it tables are gathered, because no rank knows the count of another.
 
     ``by_row`` is for losses of single rows under vmap, whose number may differ between ranks (shard/ordered). Then
-    ``tokens`` counts those of all rows, and a head is gathered, because sums over a split one depend on the mesh.
+    ``tokens`` counts those of all rows, and a head is gathered, because sums over a split one depend on the mesh. A
+    loss must be given ``count``, the number of targets of the whole batch.
 
-    Raises ValueError for ``tokens`` below 1; the Comm raises ValueError for more tokens than that.
+    Raises ValueError for ``tokens`` below 1. The Comm raises ValueError for more tokens than that, and with ``by_row``
+    for a loss without ``count``.
     """
     if tokens is not None and tokens < 1:
         raise ValueError(f"comm: tokens is {tokens}; wanted at least 1, or None to gather tables")
@@ -83,7 +85,7 @@ def comm(
         return bundle.read(all_gather(x.bytes, group) if group else x.bytes, x.layout)
 
     one = position(mesh, rules.batch)[1] == 1
-    total = identity if one else lambda t: psum(t.detach(), mesh, rules.batch)
+    total = no_total if by_row else identity if one else lambda t: psum(t.detach(), mesh, rules.batch)
     plain = Comm(open=open, wrap=wrap, total=total)
     if group is None or tokens is None:
         return plain

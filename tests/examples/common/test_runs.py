@@ -103,10 +103,11 @@ HINDRANCES = {  # bytes of a file, None if the folder is removed; the fault; the
 @pytest.mark.parametrize(("limit", "fault", "most"), HINDRANCES.values(), ids=HINDRANCES)
 def test_a_run_that_cannot_write_ends_at_its_next_checkpoint(limit, fault, most, tmp_path):
     """On all ranks, with the name of the file; nothing of the removed folder is made again."""
-    options = dataclasses.replace(TINY, out=tmp_path / "run", mesh="dp=2", steps=20, save_every=2, verify_every=None)
+    out = tmp_path / "run"
+    options = dataclasses.replace(TINY, out=out, mesh="dp=2", steps=20, save_every=2, verify_every=None)
     for found, steps in ranks.run(2, hindered, limit, options):
         assert found.status == 2 and re.search(fault, found.message) and steps <= most
-    assert (limit is None) != (options.out / "run.json").exists()
+    assert (limit is None) != (out / "run.json").exists()
 
 
 @pytest.mark.parametrize("program", [cli.PROGRAM, vqvae.PROGRAM, sweep.PROGRAM], ids=lambda program: program.name)

@@ -38,7 +38,7 @@ def weights():
     return tree.map(lambda t: torch.randn(t.shape, generator=draw) * 0.1, adapters), packed
 
 
-def total(axes, chunks, dtype, captured):
+def total(axes, chunks, dtype, captured, count=1.0):
     """Return the ordered gradient and value on this rank."""
     mesh, rules = shard.mesh(**axes), shard.Rules()
     adapters, base = weights()
@@ -50,7 +50,7 @@ def total(axes, chunks, dtype, captured):
     def f(adapters, base, chunks):
         def loss(adapters, row):
             params = lora.attach(base, adapters)
-            return decoder.loss(params, row[:-1], row[1:], CFG, comm, dtype=dtype, count=1.0)
+            return decoder.loss(params, row[:-1], row[1:], CFG, comm, dtype=dtype, count=count)
 
         return shard.ordered.grad_and_value(loss, mesh, rules, ROWS, dtype)(adapters, chunks)
 
@@ -81,6 +81,13 @@ def test_the_sum_is_that_of_all_rows():
 
     for (path, t), (_, want) in zip(tree.items(got), tree.items(grad_and_value(loss)(adapters)), strict=True):
         torch.testing.assert_close(t.double(), want.double(), rtol=1e-4, atol=1e-5 * float(want.abs().max()), msg=path)
+
+
+@pytest.mark.parametrize("fsdp", [1, 2])
+def test_a_row_needs_a_count(fsdp):
+    """The gradients of rows add up, so a loss over the targets of one row would be as many times too large."""
+    with pytest.raises(ranks.RankFailure, match="count: missing, and the gradients of rows add up; give the number of"):
+        ranks.run(fsdp, total, {"fsdp": fsdp}, 1, torch.float32, False, None)
 
 
 WIDE = Config(vocab=640, dim=512, num_layers=1, num_heads=8, num_kv_heads=4, head_dim=64, hidden=704)
