@@ -149,7 +149,8 @@ def in_dual_level() -> bool:
 
 def is_dual(t: Tensor) -> bool:
     """Return True if ``t`` has a tangent in a ``dual_level``."""
-    return in_dual_level() and forward_ad.unpack_dual(t).tangent is not None
+    inner = (x for x in layers(t) if not is_batchedtensor(x))  # vmap has no rule for unpack_dual
+    return in_dual_level() and any(forward_ad.unpack_dual(x).tangent is not None for x in inner)
 
 
 def check_floats(x: Any, fix: str, allow_complex: bool = True) -> None:

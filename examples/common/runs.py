@@ -106,6 +106,11 @@ class Options:
         return values
 
 
+def without_weights(run: Any) -> tuple[Any, ...]:
+    """Return no trees."""
+    return ()
+
+
 class Program(NamedTuple):
     """The functions of a program that trains; all but ``prepare`` run on each rank, ``show`` on the first.
 
@@ -129,7 +134,7 @@ class Program(NamedTuple):
     validate: Callable[..., dict[str, Any]] = checkpoints.without_validation
     # run, state, figures of the step, folder -> what is published at the lowest loss, if it is not that of any step
     publish_best: Callable[..., None] | None = None
-    weights: Callable[[Any], tuple[Any, ...]] = lambda run: ()  # run -> trees, perhaps lazy, that its first loss is of
+    weights: Callable[[Any], tuple[Any, ...]] = without_weights  # run -> trees, perhaps lazy, that its first loss is of
 
 
 T = TypeVar("T", bound=Options)

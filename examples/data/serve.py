@@ -49,7 +49,9 @@ def serve() -> None:
         return _answer(tokenizer)
     if "asked" in setup:
         asked = setup["asked"]
-        return _answer(_tried(lambda: facts(tokenizer, asked) if asked else tokenizer.get_vocab(), setup))
+        return _answer(
+            _tried(lambda: facts(tokenizer, asked) if asked else {"vocabulary": tokenizer.get_vocab()}, setup)
+        )
     compiled = _tried(lambda: templates(setup), setup)
     found = compiled if isinstance(compiled, Fault) else _tried(lambda: tools(tokenizer, setup, compiled), setup)
     if isinstance(found, Fault):

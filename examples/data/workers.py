@@ -190,7 +190,7 @@ def facts(path: Path, digest: bytes, variables: tuple[tuple[str, str], ...], eos
 def vocabulary(path: Path) -> dict[str, int]:
     """Return the number of each token of the tokenizer at ``path``."""
     with Process(path, {"variables": {}, "asked": None}, short(path), str(path)) as process:
-        return process.ready
+        return process.ready["vocabulary"]
 
 
 def parts(chunks: Iterable[Chunk], text: Text, processes: int, **options: Any) -> Iterator[Part]:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import shard
-from examples.common import training_loop, verification
+from examples.common import run_folder, training_loop, verification
 from examples.common.checkpoints import folder_of
 from examples.common.progress import Report
 from examples.common.training_step import State
@@ -69,6 +69,9 @@ def trained(folder, fault, given):
     state = State(weight, ADAMW.init(weight), torch.tensor(0, device="cpu"))
     place = lambda run: verification.Placed(mesh, shard.Rules(), {"the base": run.base})
     program = cli.PROGRAM._replace(take=take, publish=lambda *_: None, placed=place)
+    if dist.get_rank() == 0:
+        run_folder.record(folder / run_folder.RUN, {"options": {}, "mesh": None, "run": "a run"})
+    dist.barrier()
     with Report(folder, dist.get_rank() == 0, 8, 0, lambda x: "") as shown:
         try:
             return int(training_loop.train(program, run, state, [], shown)[0].done)

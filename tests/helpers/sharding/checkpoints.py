@@ -5,6 +5,7 @@ from typing import Any
 
 import shard
 from examples.common import checkpoints
+from shard.checkpoint import manifest
 
 
 def last_state(folder: Path) -> Any:
@@ -12,6 +13,8 @@ def last_state(folder: Path) -> Any:
     return shard.checkpoint.read(checkpoints.run_of(folder)[1])
 
 
-def last_bytes(folder: Path) -> dict[str, bytes]:
-    """Return the content of each file of the last checkpoint of the run in ``folder``."""
-    return {path.name: path.read_bytes() for path in sorted(checkpoints.run_of(folder)[1].iterdir())}
+def last_bytes(folder: Path) -> dict[str, Any]:
+    """Return the content of each file of the last checkpoint in ``folder``; of the manifest without the run's name."""
+    last = checkpoints.run_of(folder)[1]
+    found: dict[str, Any] = {path.name: path.read_bytes() for path in sorted(last.iterdir())}
+    return found | {manifest.MANIFEST: manifest.read(last) | {"run": ""}}
