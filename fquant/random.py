@@ -85,7 +85,8 @@ def kaiming_uniform(key: Tensor, shape: tuple[int, ...], fan_in: int, dtype: tor
 
 def bernoulli(key: Tensor, p: float, shape: tuple[int, ...]) -> Tensor:
     """Draw bools of ``shape``, True with probability ``p`` in [0, 1], to 32 bits."""
-    expect(isinstance(p, Real), f"p: got {p!r}, wanted a probability in [0, 1]", TypeError)
+    if not isinstance(p, Real):
+        raise TypeError(f"p: got {p!r}, wanted a probability in [0, 1]")
     if not 0.0 <= p <= 1.0:
         raise ValueError(f"p: got {p}, wanted a probability in [0, 1]")
     return random_bits.bernoulli(key, round(p * 2**32), _drawn(key, shape))
@@ -104,7 +105,8 @@ def dropout(x: Tensor, p: float | Tensor, key: Tensor) -> Tensor:
         scale = (1.0 / (1.0 - p)).to(torch.promote_types(x.dtype, torch.float32))
         is_kept = bits(key, x.shape) < ((1.0 - p) * 2**32).round().long()
         return torch.where(is_kept, (x * scale).to(x.dtype), 0.0)
-    expect(isinstance(p, Real), f"p: got {p!r}, wanted a probability in [0, 1)", TypeError)
+    if not isinstance(p, float) and not isinstance(p, Real):  # the first is true in torch.compile
+        raise TypeError(f"p: got {p!r}, wanted a probability in [0, 1)")
     if not 0.0 <= p < 1.0:
         raise ValueError(f"p: got {p}, wanted a probability in [0, 1)")
     if p == 0.0:
@@ -131,9 +133,11 @@ def _hash(name: str) -> int:
 def _drawn(key: Tensor, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the shape that each key draws."""
     _check_key(key)
-    is_shape = isinstance(shape, tuple | list) and all(map(is_integer, shape))
-    expect(is_shape, f"shape: got {shape!r}, wanted a tuple of ints, such as (2, 3)", TypeError)
-    expect(all(n >= 0 for n in shape), f"shape: got {tuple(shape)}, wanted sizes of at least 0")
+    # Statements rather than expect(), because torch.compile cannot print numbers that it does not know.
+    if not isinstance(shape, tuple | list) or not all(isinstance(n, int) or is_integer(n) for n in shape):
+        raise TypeError(f"shape: got {shape!r}, wanted a tuple of ints, such as (2, 3)")
+    if any(n < 0 for n in shape):
+        raise ValueError(f"shape: got {tuple(shape)}, wanted sizes of at least 0")
     if key.shape != tuple(shape)[: key.ndim]:
         raise ValueError(f"key: shape {tuple(key.shape)} does not lead {tuple(shape)}; use fold to give it that shape")
     return tuple(shape)[key.ndim :]

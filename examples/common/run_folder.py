@@ -166,8 +166,6 @@ def restored(kind: type[T], path: Path) -> T:
     """Return the options in a run.json; raise ValueError for options that this release does not know."""
     run, types = read(path), typing.get_type_hints(kind)
     values = _options(kind, path, run)
-    if strange := sorted(values.keys() - {field.name for field in fields(kind)}):
-        raise ValueError(f"{path}: option {strange[0]!r:.80} is unknown; resume with the release that wrote it")
     for name, value in values.items():
         if value is not None and types[name] in (Path, Path | None):
             values[name] = Path(value)
@@ -181,8 +179,10 @@ def _options(kind: type[Options], path: Path, run: Mapping[str, Any]) -> dict[st
         values: dict[str, Any] = {"mesh": run["mesh"], **kind.upgraded(run["options"])}
     except (KeyError, TypeError) as error:
         raise ValueError(f"{path}: options: got {error!r:.80}, wanted values of an earlier release") from error
+    if strange := sorted(values.keys() - {field.name for field in fields(kind)}):
+        raise ValueError(f"{path}: option {strange[0]!r:.80} is unknown; resume with the release that wrote it")
     for name, value in values.items():
-        if name in types and not _fits(value, types[name]):
+        if not _fits(value, types[name]):
             wanted = str(getattr(types[name], "__name__", types[name])).replace("typing.", "")
             raise ValueError(
                 f"{path}: options.{name}: got {value!r:.80}, wanted {wanted:.200}; start a new run with --out"

@@ -92,6 +92,7 @@ def test_a_line(line, wanted, tmp_path, monkeypatch, capsys):
 )
 def test_pretrain(args, wanted, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["pretrain", *args])
+    monkeypatch.delitem(sys.modules, "examples.pretrain", raising=False)  # of another test; runpy warns of it
     with pytest.raises(SystemExit, match="^2$"):
         runpy.run_module("examples.pretrain", run_name="__main__")
     printed = capsys.readouterr().err

@@ -5,9 +5,10 @@ alone. A tensor that a user's function holds in a closure, an object or a global
 read, so it does not matter where the tensor is held. A constant may be read.
 """
 
+import dataclasses
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,7 +32,8 @@ DRAW = "pass a key, and draw with fquant.random"
 _MADE = "_made_within"  # the attribute of an intermediate result that is wrapped
 
 
-class Around(NamedTuple):
+@dataclasses.dataclass(frozen=True)  # which is a leaf to pytree
+class Around:
     """Name what may follow a tensor at a call: autograd, and the transforms of torch.func, outermost first."""
 
     autograd: bool

@@ -140,6 +140,7 @@ WRONG = {
 @pytest.mark.parametrize("name, content, message", WRONG.values(), ids=WRONG)
 def test_malformed_folders(tmp_path, name, content, message):
     write(tmp_path, ends())
+    (tmp_path / "config.json").write_text('{"eos_token_id": 2}')
     (tmp_path / name).write_text(content)
     with pytest.raises(ValueError, match=re.escape(message)):
         tokenizer.text(tmp_path)

@@ -224,7 +224,7 @@ def test_hang_inside_a_collective():
 
 
 def test_function_that_a_rank_cannot_import(monkeypatch):
-    monkeypatch.setattr(total, "__module__", "tests.integration.test_ranks")
+    monkeypatch.setattr(total, "__module__", "tests.integration.helpers.test_ranks")
     monkeypatch.setattr(total, "__qualname__", "nowhere")
     monkeypatch.setitem(globals(), "nowhere", total)
     with pytest.raises(ranks.RankFailure, match="nowhere") as raised:

@@ -7,6 +7,7 @@ import copy
 import json
 import math
 import random
+from functools import partial
 
 import pytest
 import torch
@@ -46,6 +47,7 @@ VALUES = [
 ]
 VALUES += [{"a": None}, {"a": [1]}, [{}], "x" * 100_000]
 SAMPLE = 25
+NAMES = partial(hf.path_of, cfg=GQA)
 ADAPTER = {
     "peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "rank_pattern": {"q_proj": 4},
     "alpha_pattern": {"v_proj": 8}, "bias": "none", "use_dora": False, "use_rslora": True, "lora_dropout": 0.1,
@@ -121,12 +123,12 @@ READERS = {  # file, its content without a fault, and what reads it
     ),
     "GGUF's tokenizer": ("tokenizer.json", own("tokenizer.json"), lambda f: tokenizer_values(f, 320)),
     "GGUF's config": ("tokenizer_config.json", own("tokenizer_config.json"), lambda f: tokenizer_values(f, 320)),
-    "adapter": ("adapter_config.json", lambda f: ADAPTER, lambda f: peft.load(f, hf.path_of)),
+    "adapter": ("adapter_config.json", lambda f: ADAPTER, lambda f: peft.load(f, NAMES)),
     "adapter, inspected": ("adapter_config.json", lambda f: ADAPTER, inspect.inspect),
     "IA3": (
         "adapter_config.json",
         lambda f: {"peft_type": "IA3", "feedforward_modules": ["down_proj"], "fan_in_fan_out": False},
-        lambda f: peft_ia3.load(f, hf.path_of),
+        lambda f: peft_ia3.load(f, NAMES),
     ),
     "run of qlora": ("run.json", run_of(Qlora), resumed(Qlora)),
     "run of vqvae": ("run.json", run_of(Vqvae), resumed(Vqvae)),
