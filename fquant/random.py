@@ -134,7 +134,7 @@ def _drawn(key: Tensor, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the shape that each key draws."""
     _check_key(key)
     # Statements rather than expect(), because torch.compile cannot print numbers that it does not know.
-    if not isinstance(shape, tuple | list) or not all(isinstance(n, int) or is_integer(n) for n in shape):
+    if not isinstance(shape, tuple | list) or not all(map(is_integer, shape)):
         raise TypeError(f"shape: got {shape!r}, wanted a tuple of ints, such as (2, 3)")
     if any(n < 0 for n in shape):
         raise ValueError(f"shape: got {tuple(shape)}, wanted sizes of at least 0")
