@@ -32,7 +32,7 @@ def headers(folder: Path) -> dict[str, safetensors.Header]:
         raise ValueError(f"{folder / INDEX}: want a table weight_map of tensor names to file names; fetch it again")
     headers = {}
     for file in sorted(set(weight_map.values())):
-        if Path(file).name != file or not file.isprintable() or len(file.encode()) > 255:
+        if file in ("", "..") or Path(file).name != file or not file.isprintable() or len(file.encode()) > 255:
             raise ValueError(f"{folder / INDEX}: {file!r:.80} is no plain file name; shards are beside their index")
         if not inside(folder / file).is_file():
             count = sum(named == file for named in weight_map.values())
