@@ -167,9 +167,13 @@ def name_of(x: Any, places: Iterable[Place]) -> str | None:
 
 
 def _names_at(code: types.CodeType, offset: int) -> list[str]:
-    """Return the names and constants, in order, in the expression that the instruction at ``offset`` computes."""
+    """Return the names and constants, in order, in the expression that the instruction at ``offset`` computes.
+
+    An instruction is the one at ``offset`` or the last one before it. A frame that waits for a function in Python has
+    the offset of the call's inline cache if Python has specialised the call, and the offset of the call if it has not.
+    """
     each = [(i, i.positions) for i in dis.get_instructions(code) if i.positions and i.positions.lineno is not None]
-    at = next((p for i, p in each if i.offset == offset), None)
+    at = next((p for i, p in reversed(each) if i.offset <= offset), None)
     if at is None:
         return []
     start, end = (at.lineno, at.col_offset), (at.end_lineno, at.end_col_offset)
