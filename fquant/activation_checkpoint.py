@@ -31,8 +31,8 @@ from . import tree
 from .autodiff import (
     check_floats,
     current_modes,
+    has_tangent,
     in_modes,
-    is_dual,
     layers,
     pull_back,
     push_forward,
@@ -92,8 +92,11 @@ class _Remat(torch.autograd.Function):
         run: Callable[..., tuple[Tensor, ...]], _order: int, name: str, around: "Around", *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         with torch.no_grad():
-            given = [t.detach() if t.requires_grad or is_dual(t) else t for t in tensors]  # which f itself cannot hold
-            return checked(run, f"remat({name})", around, given)
+            given = [
+                t.detach() if t.requires_grad or has_tangent(t) else t for t in tensors
+            ]  # which f itself cannot hold
+            out = checked(run, f"remat({name})", around, given)
+            return tuple(t.view_as(t) if any(t is x for x in given) else t for t in out)  # torch saves no other
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:

@@ -26,6 +26,7 @@ from torch._C._functorch import (
     maybe_get_level,
     unwrap_if_dead,
 )
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 
@@ -151,6 +152,14 @@ def is_dual(t: Tensor) -> bool:
     """Return True if ``t`` has a tangent in a ``dual_level``."""
     inner = (x for x in layers(t) if not is_batchedtensor(x))  # vmap has no rule for unpack_dual
     return in_dual_level() and any(forward_ad.unpack_dual(x).tangent is not None for x in inner)
+
+
+def has_tangent(t: Tensor) -> bool:
+    """Return :func:`is_dual` of ``t``, also inside a Function or a transform, where torch hides tangents of outside."""
+    if is_functorch_wrapped_tensor(t) or not in_dual_level():
+        return is_dual(t)
+    with temporarily_clear_interpreter_stack(), forward_ad._set_fwd_grad_enabled(True):  # type: ignore[attr-defined]
+        return is_dual(t)
 
 
 def check_floats(x: Any, fix: str, allow_complex: bool = True) -> None:

@@ -1,11 +1,12 @@
 """A function under remat that reads a tensor which it is not given is refused, wherever it holds the tensor."""
 
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 from torch.func import grad, hessian, jvp, vjp, vmap
 
 from fquant import jit, linear, random, remat, tree
@@ -60,7 +61,12 @@ def in_a_global(w):
     return lambda x: (x @ _HELD).tanh()  # type: ignore[name-defined]  # noqa: F821
 
 
-HOLDS = {  # functions of w that hold it and compute tanh(x @ w), and the name by which they read it
+def in_a_cache(w):
+    twice = cache(lambda: w + w)  # the first call computes it, and later ones read it
+    return lambda x: (x @ twice()).tanh()
+
+
+HOLDS = {  # functions of w that hold it, such as tanh(x @ w), and the name by which they read it
     "a closure": (lambda w: lambda x: (x @ w).tanh(), "w"),
     "a nested function": (lambda w: lambda x: (lambda: (x @ w).tanh())(), "w"),
     "a tree": (lambda w: (lambda held: lambda x: (x @ held["a"][0]).tanh())({"a": [w]}), "held.a.0"),
@@ -76,7 +82,16 @@ HOLDS = {  # functions of w that hold it and compute tanh(x @ w), and the name b
     "a product of ours": (lambda w: lambda x: linear(x, w.mT).tanh(), "w"),
     "a vmap within": (lambda w: lambda x: vmap(lambda row: (row @ w).tanh())(x), "w"),
     "an argument too": (lambda w: lambda x: (x @ w).tanh() + 0 * w.sum(), "w"),
+    "a remat within": (lambda w: lambda x: remat(lambda x: (x @ w).tanh())(x), "w"),
+    "a cache": (in_a_cache, "w"),
 }
+
+
+def tangent(make, w):
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(make(forward_ad.make_dual(w, w))(X)).tangent
+
+
 SQUARE = torch.stack([W, 2 * W])
 READS = {  # what differentiates or maps w, inside and upstream of the function that ``make`` makes of it
     "grad": lambda make: grad(lambda w: make(w)(X @ w).sum())(W),
@@ -90,6 +105,7 @@ READS = {  # what differentiates or maps w, inside and upstream of the function 
     "vmap of grad of another": lambda make: vmap(lambda w: grad(lambda x: make(w)(x).sum())(X))(SQUARE),
     "grad of vmap": lambda make: grad(lambda w: vmap(lambda x: make(w)(x @ w))(X[None]).sum())(W),
     "grad of vmap of another": lambda make: grad(lambda x: vmap(lambda w: make(w)(x))(SQUARE).sum())(X),
+    "forward mode": lambda make: tangent(make, W),
     "autograd": lambda make: (lambda w: make(w)(X @ w).sum().backward())(W.clone().requires_grad_()),
     "autograd of an argument": lambda make: (lambda w: make(w)(w).sum().backward())(W.clone().requires_grad_()),
 }
@@ -100,9 +116,31 @@ READS = {  # what differentiates or maps w, inside and upstream of the function 
 @pytest.mark.parametrize("reads", READS)
 def test_a_tensor_that_is_read_and_not_given_is_refused(reads, holds, order):
     make, name = HOLDS[holds]
-    fault = rf"remat\(\S+\) reads the tensor '{name}', float64\[.*, whose gradient would silently be zero; pass it as"
+    what = f"the tensor '{name}',"
+    what = f"({what}|a tensor)" if holds == "a cache" else what  # its content has no name
+    fault = rf"remat\(\S+\) reads {what} float64\[.*, whose gradient would silently be zero; pass it as"
     with pytest.raises(TypeError, match=fault):
         READS[reads](lambda w: remat(make(w), order))
+
+
+WITHIN = {  # transforms within the function of the tensor that it holds, which torch cannot wrap again
+    "vmap": lambda w: lambda x: vmap(lambda w: (x @ w).tanh())(w),
+    "grad": lambda w: lambda x: grad(lambda w: (x @ w).tanh().sum())(w),
+    "jvp": lambda w: lambda x: jvp(lambda w: (x @ w).tanh(), (w,), (x,))[1],
+}
+
+
+@pytest.mark.parametrize("within", WITHIN)
+@pytest.mark.parametrize("reads", ["grad", "captured", "vjp", "jvp", "vmap of grad", "grad of vmap", "autograd"])
+def test_a_tensor_that_is_transformed_within_and_not_given_is_refused(reads, within):
+    with pytest.raises(TypeError, match=r"remat\(<lambda>\) reads the tensor 'w', float64\[.*; pass it as an argument"):
+        READS[reads](lambda w: remat(WITHIN[within](w)))
+
+
+@pytest.mark.parametrize("reads", READS)
+def test_a_tensor_that_is_returned_and_not_given_is_refused(reads):
+    with pytest.raises(TypeError, match=r"remat\(<lambda>\) reads a tensor float64\[.*; pass it as an argument"):
+        READS[reads](lambda w: lambda x: remat(lambda x: {"x": x.sin(), "w": [w]})(x)["w"][0])
 
 
 TAKES = {
@@ -118,6 +156,13 @@ TAKES = {
 def test_a_constant_that_is_read_is_not(transform, holds):
     f = HOLDS[holds][0](W)
     loss = lambda f: TAKES[transform](lambda x: f(x @ x).sum())
+    same(loss(remat(f)), loss(f))
+
+
+@pytest.mark.parametrize("transform", TAKES)
+def test_an_argument_may_be_returned(transform):
+    f = lambda x: (x, x.sin(), x)
+    loss = lambda f: TAKES[transform](lambda x: sum(y.square().sum() for y in f(x @ x)))
     same(loss(remat(f)), loss(f))
 
 
