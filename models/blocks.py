@@ -10,6 +10,7 @@ the tokens of its own document up to itself, and positions restart at every docu
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -58,14 +59,23 @@ def cross_entropy(logits: Tensor, targets: Tensor, count: Tensor | float | None 
     logits ``[... t vocab]``; targets int64 or int32 ``[... t]``, of which -100 is ignored. ``count`` is the number of
     targets of the global batch. The default is the number counted here (at least 1), which is right only for one
     micro-batch on one process; on a mesh use ``decoder.loss``, or ``comm.total`` of the number. The loss of no targets
-    is 0, where torch's mean is NaN. Raises the errors of :func:`check_ids` and :func:`check_range`.
+    is 0, where torch's mean is NaN. Raises the errors of :func:`check_ids` and :func:`check_range`. Raises ValueError
+    without ``count`` in a job of several ranks.
     """
     check_ids("targets", targets, "the logits'", logits.device, logits.shape[:-1])
     check_range("targets", targets, logits.shape[-1], IGNORE)
     counted, wide = targets != IGNORE, at_least_float32(logits)
     chosen = wide.gather(-1, torch.where(counted, targets, 0)[..., None]).squeeze(-1)
     nll = torch.where(counted, wide.logsumexp(-1) - chosen, 0.0).sum()
-    return nll / (counted.sum().clamp(min=1) if count is None else count)
+    return nll / (count_here(targets) if count is None else count)
+
+
+def count_here(targets: Tensor) -> Tensor:
+    """Count the targets that are not ignored: i64[], at least 1. Raise ValueError in a job of several ranks."""
+    if dist.is_initialized() and (ranks := dist.get_world_size()) > 1:
+        fix = "give the number of targets on all ranks, as comm.total((targets != -100).sum()), or use decoder.loss"
+        raise ValueError(f"count: missing on one of {ranks} ranks, whose gradients add up; {fix}")
+    return (targets != IGNORE).sum().clamp(min=1)
 
 
 def num_targets(targets: Tensor, params: Any, comm: Comm) -> Tensor:

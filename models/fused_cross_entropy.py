@@ -35,7 +35,7 @@ from fquant.packed_linear import Adapted, Packed, Weight, linear, merged
 from fquant.tree import expect
 
 from . import vocab_parallel
-from .blocks import IGNORE, check_ids
+from .blocks import IGNORE, check_ids, count_here
 from .reference_gradient import Implementations, KernelWithReferenceGradient, at_least_float32
 from .vocab_parallel import chunks, map_chunks
 
@@ -57,13 +57,13 @@ def cross_entropy(
     """Compute ``blocks.cross_entropy(linear(x, weight), targets, count)`` by chunks of rows: a float32 scalar, in nats.
 
     The sum of :func:`token_losses`, which has the arguments and the errors, is divided by ``count``, the number of
-    targets of the global batch. The default is the number counted here (at least 1), and a ValueError for a VocabShard,
-    because other ranks have other targets.
+    targets of the global batch. The default is the number counted here (at least 1), and a ValueError for a VocabShard
+    or in a job of several ranks, because other ranks have other targets.
     """
     fix = "give count, the number of targets on all ranks: comm.total((targets != -100).sum())"
     expect(count is not None or not isinstance(weight, VocabShard), f"count: missing beside a VocabShard; {fix}")
     losses = token_losses(x, weight, targets, chunk, cap)
-    return losses.sum() / ((targets != IGNORE).sum().clamp(min=1) if count is None else count)
+    return losses.sum() / (count_here(targets) if count is None else count)
 
 
 def token_losses(

@@ -48,7 +48,8 @@ def start(dropout=0.0):
 
 def loss(adapters, base, tokens, keys, comm):
     logits = decoder.forward(lora.attach(base, adapters, keys), tokens[..., :-1], CFG, comm)
-    return blocks.cross_entropy(logits, tokens[..., 1:])
+    targets = tokens[..., 1:]
+    return blocks.cross_entropy(logits, targets, count=targets.numel())  # of this rank, on a mesh too
 
 
 def step(adapters, state, base, tokens, keys=None, comm=LOCAL, reduce=identity):

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.func import grad, grad_and_value, vmap
 
+import models
 import shard
 from fquant import FP4, INT4_ZERO, INT8, LOCAL, NF4, NF4_DQ, Packed, jit, lora, quantize, random, tree
 from fquant.communication import Loadable, VocabShard
@@ -17,6 +18,7 @@ from models.fused_cross_entropy import cross_entropy
 from models.losses import distillation, preference
 from shard import Rules
 from tests.helpers import ranks
+from tests.helpers.arrays import named
 from tests.helpers.sharding.meshes import batch, config, loss, padded
 
 pytestmark = pytest.mark.xdist_group("ranks")
@@ -295,6 +297,28 @@ def close_to(got, wanted):
 @pytest.mark.parametrize("n", [2, 3])
 def test_examples_of_a_vmap_count_alone_and_batches_of_adapters_together(n):
     ranks.run(n, mapped, 5)
+
+
+def uncounted(captured, name):
+    f = WITHOUT_COMM[name]
+    (jit(grad(f)) if captured else grad(f))(torch.zeros(3, 8), torch.eye(8), torch.zeros(3).long())
+
+
+WITHOUT_COMM = {
+    "logits": lambda x, w, y: models.cross_entropy(x @ w, y),
+    "fused": lambda x, w, y: cross_entropy(x, w, y),
+    "per example": lambda x, w, y: vmap(models.cross_entropy)(x @ w, y).sum(),
+}
+
+
+@pytest.mark.parametrize("captured", [False, True])
+@named("name", WITHOUT_COMM)
+def test_a_loss_that_sees_no_comm_needs_a_count_on_several_ranks(name, captured):
+    ranks.run(1, uncounted, captured, name)
+    with pytest.raises(ranks.RankFailure) as caught:
+        ranks.run(2, uncounted, captured, name, timeout=20)
+    messages = [(f.type, f.message[:29]) for f in caught.value.failures.values()]
+    assert messages == [("ValueError", "count: missing on one of 2 ra")] * 2
 
 
 def test_a_split_head_needs_a_count():
