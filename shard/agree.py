@@ -102,12 +102,14 @@ def fingerprint(x: Any, content: bool = True) -> dict[str, str]:
     """Describe the tree ``x`` by path: a node's class and static fields, a tensor's dtype and shape.
 
     With ``content`` also give a digest of a tensor's values, unless it is a meta tensor, and a Lazy leaf's stamp.
-    Raises TypeError, by path, for a leaf that is neither a plain tensor nor Lazy.
+    Raises TypeError, by path, for a leaf that is neither a plain tensor nor Lazy, and ValueError for a path that two
+    leaves have.
     """
     facts: dict[str, str] = {}
 
     def visit(path: str, x: Any, kind: str = "") -> None:
         name = path or "(root)"
+        expect(name not in facts, f"{name}: two parts of the tree have this path; rename a key")
         if isinstance(x, Lazy):
             visit(path, x.like, "lazy ")
             facts[f"{name} (content)"] = x.stamp() if content else ""

@@ -8,6 +8,7 @@ the blocks (trained/). Random draws use the numbers of rows in the whole batch (
 """
 
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -16,11 +17,13 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from fquant import tree
+from fquant.compile import is_traced
 from fquant.global_norm import root, sum_of_squares
 from fquant.tree import expect
 
 from .collectives import Group, collective
 from .device_mesh import Axes, device_of, groups, position
+from .roll_call import announce
 from .rules import Rules
 from .trained.float_bundle import is_bundle, length
 
@@ -63,13 +66,16 @@ def psum(x: Any, mesh: DeviceMesh, axes: Axes) -> Any:
         rank 1  {"n": b}  ->  {"n": a + b}
 
     Leaves are added by their paths, in any order of a dict's keys. Raises RuntimeError on every rank if ranks have
-    other paths, dtypes or shapes.
+    other paths, dtypes or shapes. Raises TypeError, by path, for a leaf that is no tensor, and ValueError for two
+    leaves of one path.
 
     Along ``axes``: partial in, replicated out. The cotangent is partial, so the backward is psum: each rank has a loss
     of its own, and the losses add up. Divide a loss that every rank computes whole by the number of ranks.
     """
     leaves, structure = tree.flatten(x)
-    sums = _summed(*by_path(leaves, structure), leaves, groups(mesh, axes))
+    places, told = by_path(leaves, structure)
+    sums = _summed(places, told, leaves, over := groups(mesh, axes))
+    _announce_nothing(leaves, over)
     return tree.unflatten(structure, [sums[i] for i in range(len(leaves))])
 
 
@@ -77,19 +83,26 @@ def by_path(leaves: Sequence[Any], structure: tree.Structure) -> tuple[tuple[int
     """Return the places of ``leaves`` by their paths, and what ranks must agree on: each path, dtype and shape.
 
     A leaf is a tensor or a bundle. There is nothing to agree on for a vector alone, which its collective describes.
+    Raises TypeError, by path, for another leaf, and ValueError for two leaves of one path.
     """
+    for i, t in enumerate(leaves):
+        if not isinstance(t, Tensor) and not is_bundle(t):
+            path = tree.paths(tree.unflatten(structure, range(len(leaves))))[i] or "the tree"
+            raise TypeError(f"{path}: a sum over ranks of a {type(t).__name__}; wanted a tensor, or no leaf")
     return _by_path(structure, tuple((t.dtype, t.shape) if isinstance(t, Tensor) else t.layout for t in leaves))
 
 
 @functools.lru_cache(maxsize=64)
 def _by_path(structure: tree.Structure, kinds: tuple[Any, ...]) -> tuple[tuple[int, ...], tuple[str, ...]]:
     named, told = sorted(tree.items(tree.unflatten(structure, range(len(kinds))))), list[tuple[str, Any, Any]]()
+    for (path, _), (other, _) in itertools.pairwise(named):
+        expect(path != other, f"{path}: two leaves have this path, by which ranks add up their trees; rename a key")
     for path, i in named:
         if isinstance(kinds[i], tuple):
             told.append((path or "(root)", *kinds[i]))
         else:
             told += [(f"{path}.{buffer.path}", buffer.dtype, buffer.shape) for buffer in kinds[i].buffers]
-    is_vector = len(told) == 1 and not named[0][0] and len(told[0][2]) < 2
+    is_vector = len(told) == 1 and not named[0][0] and len(told[0][2]) == 1
     text = (f"{path} {str(dtype).removeprefix('torch.')}{list(shape)}" for path, dtype, shape in told)
     return tuple(i for _, i in named), () if is_vector else tuple(text)
 
@@ -109,6 +122,12 @@ def _summed(
         for i, part in zip(which, flat.split([leaves[i].numel() for i in which]), strict=True):
             out[i] = part.reshape(leaves[i].shape)
     return out
+
+
+def _announce_nothing(leaves: Sequence[Any], over: Sequence[Group]) -> None:
+    """Announce the sum of a tree without leaves, for which other ranks with leaves would wait."""
+    for group in over if not leaves and not is_traced() else ():
+        announce("a sum of no tensors", group)
 
 
 def reduce(
@@ -136,14 +155,15 @@ def reduce(
     """
     rules = rules or Rules()
     expect(cotangent in ("partial", None), f"reduce: cotangent is {cotangent!r}; wanted 'partial' or None")
-    if not all(leaf.is_floating_point() for leaf in tree.leaves(grads)):
-        path, leaf = next((path, leaf) for path, leaf in tree.items(grads) if not leaf.is_floating_point())
-        raise TypeError(f"{path}: a gradient of {leaf.dtype}; wanted floats")
     leaves, structure = tree.flatten(grads, is_leaf=is_bundle)
     _check_held(leaves, mesh, rules)
     places, told = by_path(leaves, structure)
+    if not all(leaf.is_floating_point() for leaf in tree.leaves(grads)):
+        path, leaf = next((path, leaf) for path, leaf in tree.items(grads) if not leaf.is_floating_point())
+        raise TypeError(f"{path}: a gradient of {leaf.dtype}; wanted floats")
     over, has_dual = groups(mesh, rules.batch), cotangent is not None
     sums = _summed([i for i in places if not is_bundle(leaves[i])], told, leaves, over, has_dual)
+    _announce_nothing(leaves, over)
     rest = groups(mesh, tuple(axis for axis in rules.batch if axis != rules.block))
     bundles = {i: tree.map(lambda t: _sum(t, told, rest, has_dual), leaves[i]) for i in places if is_bundle(leaves[i])}
     return tree.unflatten(structure, [(sums | bundles)[i] for i in range(len(leaves))])

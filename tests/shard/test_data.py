@@ -280,6 +280,30 @@ def test_trees_that_differ_raise_on_every_rank(case, name, n):
         assert "ranks are about to " in f.message and all(f"leaf {leaf}" in f.message for leaf in named), f.message
 
 
+TWO = torch.ones(2)
+FAULTS = {  # the trees of two ranks, and the error of both
+    "no leaves": ([{"a": TWO}, {}], "RuntimeError", "a sum of no tensors over all ranks"),
+    "a number and a vector": ([torch.ones(()), torch.ones(1)], "RuntimeError", "leaf (root) float32[]"),
+    "a path of two leaves": ([{"a.b": TWO, "a": {"b": TWO}}] * 2, "ValueError", "a.b: two leaves have this path"),
+    "keys of one text": ([{0: TWO, "0": 2 * TWO}] * 2, "ValueError", "0: two leaves have this path"),
+    "a float": ([{"a": TWO, "n": 3.0}] * 2, "TypeError", "n: a sum over ranks of a float; wanted a tensor"),
+    "None": ([[TWO, None]] * 2, "TypeError", "1: a sum over ranks of a NoneType; wanted a tensor"),
+}
+
+
+def of_faults(case, name):
+    SUMS[name](FAULTS[case][0][dist.get_rank()], shard.mesh(fsdp=2))
+
+
+@pytest.mark.parametrize("name", ["psum", "reduce"])
+@named("case", FAULTS)
+def test_trees_that_cannot_be_added_up_raise_on_every_rank(case, name):
+    _, kind, message = FAULTS[case]
+    with pytest.raises(ranks.RankFailure) as caught:
+        ranks.run(2, of_faults, case, name, timeout=20)
+    assert [(f.type, message in f.message) for f in caught.value.failures.values()] == [(kind, True)] * 2
+
+
 def replicated():
     mesh, x = shard.mesh(fsdp=2), dict(zip("ab", one_and_ten(3), strict=True))
     shard.replicate(turned(x) if dist.get_rank() else x, mesh)
