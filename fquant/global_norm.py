@@ -25,9 +25,13 @@ SCALE = 2.0**-70  # of elements: with squares of the largest and of those at 1e1
 def sum_of_squares(leaves: list[Tensor]) -> Tensor:
     """Return the sum of the squares of all elements, f64[], with the bits of the float32 sum if that is finite.
 
-    Raises ValueError if there are no leaves.
+    Raises ValueError if there are no leaves, and TypeError for a leaf that is no tensor of real numbers.
     """
     expect(leaves, "global_norm: got a tree without leaves, wanted at least one tensor")
+    for leaf in leaves:
+        if not isinstance(leaf, Tensor) or leaf.is_complex():
+            kind = leaf.dtype if isinstance(leaf, Tensor) else type(leaf).__name__
+            raise TypeError(f"global_norm: got a leaf of {kind}, wanted tensors of real numbers; leave it out")
     near = torch.stack([_sum(leaf.float().square()) for leaf in leaves]).sum()
     far = _OP(near.detach(), [leaf.detach() for leaf in leaves])
     return torch.where(near.isfinite(), near.double(), far)

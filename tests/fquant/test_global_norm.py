@@ -94,3 +94,9 @@ def test_derivatives_of_an_ordinary_norm():
     torch.testing.assert_close(got, x / norm)
     along = jvp(lambda x: optim.global_norm([x]), (x,), (x,))[1]
     assert float(along) == pytest.approx(norm, rel=1e-6)
+
+
+@pytest.mark.parametrize("leaf", [None, 2.0, torch.ones(2, dtype=torch.complex64)], ids=["None", "float", "complex"])
+def test_a_leaf_that_is_no_tensor_of_real_numbers_is_refused(leaf):
+    with pytest.raises(TypeError, match=r"global_norm: got a leaf of \S+, wanted tensors of real numbers"):
+        optim.global_norm({"a": torch.ones(2), "b": leaf})
