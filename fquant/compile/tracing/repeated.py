@@ -33,6 +33,7 @@ from ... import tree
 from ...autodiff import current_modes, in_modes, is_dual, layers, pull_back, push_forward, replace_at, unwrap_dead
 from ..closure import freeze
 from ..graph import describe, tensors
+from ..user_code import held
 from .template import Template, differing, layout_of, record_template, repeat, unwrap
 from .tracer import Recorder, recorder
 
@@ -172,7 +173,10 @@ class _Call:
                 return self.differentiated(given)[0]
             if template.closed_over and self.level != _OUTSIDE:
                 (t, *_) = tensors(template.closed_over[0])
-                raise TypeError(f"jit: a repeated function reads {describe(t)} and is not given it; {_PASS}")
+                known, (node, *_) = self.recorder.known, template.closed_over
+                paths = [path for path, x in held(self.root.run) if any(known(each) is node for each in layers(x))]
+                what = " ".join([*(repr(path.removeprefix("f.")) for path in paths[:1]), describe(t)])
+                raise TypeError(f"jit: a repeated function reads {what} and is not given it; {_PASS}")
             found = _Trace(key, template, self.root.result)
             self.traces.append(found)
         self.trace, self.root.result = found, found.result

@@ -100,6 +100,10 @@ class Recorder(TorchDispatchMode):
         node.meta["val"] = _alias(t)
         self._nodes[t] = node
 
+    def known(self, t: Tensor) -> Node | None:
+        """Return the node of a tensor; None if the trace has none."""
+        return self._nodes.get(t)
+
     def node_of(self, t: Tensor) -> Node:
         """Return the node of a tensor; one that no op of the trace made is a constant."""
         if (found := self._nodes.get(t)) is not None:
