@@ -76,7 +76,8 @@ def load_balancing_loss(
     ``scores`` f[n experts] are those of the routers of all layers for the same n tokens; ``mask`` [n], or [b t] of n
     tokens in all, is 0 for tokens that do not count. The loss is ``experts · Σ f_e · P_e``: f_e is the mean number of
     choices of expert e by a token of a layer, P_e its mean probability. Gradients pass through P alone. On a mesh
-    ``comm`` gives f_e and the number of tokens of all ranks, so that the losses of ranks add up to the whole.
+    ``comm`` gives f_e and the number of tokens of all ranks, so that the losses of ranks add up to the whole. The loss
+    of no tokens is 0.
 
     Source: equations 4 to 6 of Switch Transformers, Fedus et al. 2021; ``load_balancing_loss_func`` of transformers.
     """
@@ -88,6 +89,7 @@ def load_balancing_loss(
         counted = mask.reshape(-1).to(counted.dtype).repeat(len(scores))
     hits = torch.zeros_like(probabilities).scatter(-1, chosen, 1.0)  # an expert is chosen once by a token
     hits_of_all, of_all = comm.total(torch.cat([counted @ hits, counted.sum()[None]])).tensor_split([-1])
+    of_all = torch.where(of_all == 0, 1, of_all)
     choices, mean = hits_of_all / of_all, (counted @ probabilities) / of_all
     return every.shape[-1] * (choices * mean).sum()
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from torch.func import functional_call, grad, jvp, vmap
+from torch.func import functional_call, grad, grad_and_value, jvp, vmap
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock, load_balancing_loss_func
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
@@ -142,6 +142,13 @@ def test_load_balancing_loss(masked):
     torch.testing.assert_close(experts.load_balancing_loss(scores, 3, mask), wanted)
     theirs = grad(lambda scores: load_balancing_loss_func(scores, 7, 3, mask))(scores)
     torch.testing.assert_close(grad(lambda scores: experts.load_balancing_loss(scores, 3, mask))(scores), theirs)
+
+
+@pytest.mark.parametrize("n", [0, 5])
+def test_load_balancing_loss_of_no_tokens_is_zero(n):
+    f = lambda scores: experts.load_balancing_loss([scores], 3, torch.zeros(n))
+    gradient, value = grad_and_value(f)(torch.randn(n, 7, generator=torch.Generator().manual_seed(0)))
+    assert value == 0 and gradient.count_nonzero() == 0
 
 
 def test_ties_and_unused_experts():
