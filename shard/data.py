@@ -96,7 +96,7 @@ def by_path(leaves: Sequence[Any], structure: tree.Structure) -> tuple[tuple[int
 def _by_path(structure: tree.Structure, kinds: tuple[Any, ...]) -> tuple[tuple[int, ...], tuple[str, ...]]:
     named, told = sorted(tree.items(tree.unflatten(structure, range(len(kinds))))), list[tuple[str, Any, Any]]()
     for (path, _), (other, _) in itertools.pairwise(named):
-        expect(path != other, f"{path}: two leaves have this path, by which ranks add up their trees; rename a key")
+        expect(path != other, f"{path}: two leaves have this path, and ranks pair leaves by path; rename a key")
     for path, i in named:
         if isinstance(kinds[i], tuple):
             told.append((path or "(root)", *kinds[i]))
