@@ -11,8 +11,8 @@ gives the same code, by any computation. A *rounding* makes the thresholds of a 
     grid      the value nearest to the nearest of 65536 points in [-1, 1], which is bitsandbytes' on the CPU. Numbers
               below 3e-5 share a point or two, and zeros become 1.5e-5. On CUDA bitsandbytes takes the nearest value.
 
-The scale of a block is absmax / largest value of the table. torchao's absmax is at least 1e-12, and the grid's at least
-1e-38 in a short last block, which divides; other blocks are multiplied by the reciprocal.
+The scale of a block is absmax / largest value of the table. torchao's absmax is at least 1e-12. The grid divides a
+short last block by its scale; other blocks are multiplied by the reciprocal.
 """
 
 from collections.abc import Callable
@@ -182,7 +182,7 @@ def scaled(
 
     ``square`` says that x are means of squares.
     """
-    scale = absmax.clamp(min=max(LEAST[rounding], TINY if short and rounding == "grid" else 0.0)) / largest(format)
+    scale = absmax.clamp(min=LEAST[rounding]) / largest(format)
     divisor = scale.clamp(min=TINY)[:, None]
     y = x / divisor if short and rounding == "grid" else x * (1.0 / divisor)
     return torch.where(x > 0, y.clamp(min=floor(format, rounding)), y) if square else y, scale

@@ -153,7 +153,6 @@ def _encode(
     if GRID:
         short = tl.reshape(block + BLOCK > n, [SIZE // BLOCK, BLOCK])
         last = tl.max(short.to(tl.int32), 1)[:, None] > 0
-        top = tl.where(last & (top < tiny), tiny, top)
     top = tl.where(top < least, least, top)
     stored = tl.div_rn(top, tl.full([SIZE // BLOCK, 1], TOP, tl.float32))
     first = tl.reshape(at // BLOCK, [SIZE // BLOCK, BLOCK])

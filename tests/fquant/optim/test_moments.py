@@ -174,6 +174,19 @@ def test_a_mean_of_squares_above_zero_stays_above_zero(backend):
         assert (square[:300] > 0).all() and not square[300:].any(), format
 
 
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("moments", [optim.DYNAMIC8, GRID, optim.FP8, optim.DYNAMIC4, MOMENT8], ids=str)
+def test_blocks_without_gradients_do_not_move(moments, backend):
+    """The last block is short. bitsandbytes does not move them either."""
+    params, gradients = {"w": normal("w", (600,), 1.0)}, [{"w": torch.zeros(600)}] * 5
+    lion = {"lr": 1e-3, "weight_decay": 0.0}
+    for made in (optim.lion(**lion, moments=moments), optim.adamw(**lion, moments=moments)):
+        with forced(backend):
+            assert torch.equal(ours(made, params, gradients)[0]["w"], params["w"])
+    peer, _ = theirs(lambda p: bnb.Lion8bit(p, **lion, min_8bit_size=1), params, gradients)
+    assert torch.equal(peer["w"], params["w"])
+
+
 def test_adam_is_that_of_torch():
     params, gradients = leaf((40, 10))
     got, _ = ours(optim.adam(3e-3, 0.8, 0.95, 1e-6, 0.1), params, gradients)

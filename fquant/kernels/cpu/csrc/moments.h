@@ -125,8 +125,7 @@ static void NAME(encode4)(const Moment *m, const float *x, int64_t n, const Lane
 static void NAME(encode_block)(const Moment *m, const State *s, int64_t at, int64_t n, float *x, float absmax) {
     uint8_t *codes = s->new_codes + at * m->bits / 8;
     int divides = m->grid && n < m->block;
-    float least = divides ? 1e-38f : m->least;
-    float scale = (absmax < least ? least : absmax) / m->top, divisor = scale < 1e-38f ? 1e-38f : scale;
+    float scale = (absmax < m->least ? m->least : absmax) / m->top, divisor = scale < 1e-38f ? 1e-38f : scale;
     Lanes by = (divides ? divisor : 1.0f / divisor) - (Lanes){0};
     s->new_scale[at / m->block] = scale;
     if (m->bits == 4) NAME(encode4)(m, x, n, by, codes);
