@@ -66,9 +66,12 @@ class KernelWithReferenceGradient(torch.autograd.Function):
     def vmap(cls, info: Any, in_dims: Any, functions: Implementations, *tensors: Tensor) -> Any:
         dims, count = in_dims[1:], functions.num_batched
         if not count or any(dim is not None for dim in dims[count:]):
-            at = lambda i: [t if d is None else t.select(d, i) for t, d in zip(tensors, dims, strict=True)]
-            examples = [cls.apply(functions, *at(i)) for i in range(info.batch_size)]
-            outputs = tuple(torch.stack(parts) for parts in zip(*examples, strict=True))
+            n = info.batch_size
+            zeros = lambda t, d: t.new_zeros(t.movedim(d, 0).shape[1:])  # of no examples the results have these shapes
+            one = lambda t, d, i: t if d is None else t.select(d, i) if n else zeros(t, d)
+            at = lambda i: [one(t, d, i) for t, d in zip(tensors, dims, strict=True)]
+            examples = [cls.apply(functions, *at(i)) for i in range(max(n, 1))]
+            outputs = tuple(torch.stack(parts)[:n] for parts in zip(*examples, strict=True))
         else:
             front = [to_front(t, dim, info.batch_size) for t, dim in zip(tensors[:count], dims, strict=False)]
             merged = cls.apply(functions, *(t.flatten(0, 1) for t in front), *tensors[count:])
