@@ -119,7 +119,7 @@ def apply_updates(
         with tree.at(path):
             got, wanted = tuple(updates[path].shape), w.shape
             expect(got == wanted, f"an update of shape {got}; wanted {wanted}")
-            total = dequantize(w, torch.float32) + updates[path]
+            total = dequantize(replace(w, dtype=torch.float32)) + updates[path]  # bf16 would round what is trained
             new = stochastic_quantize(total, w.format, random.fold(key, path), first[path] if first else 0)
         return replace(w, codes=new.codes, scale=new.scale, zero=new.zero)
 

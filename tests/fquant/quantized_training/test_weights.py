@@ -85,6 +85,22 @@ def test_scales_do_not_grow_where_nothing_is_updated(format):
     assert isinstance(packed.scale, torch.Tensor) and (packed.scale <= first.scale * 1.00001).all()
 
 
+@named("dtype", [torch.bfloat16, torch.float16])
+@named("format", UNBIASED)
+def test_codes_do_not_depend_on_the_dtype_that_they_decode_to(format, dtype):
+    """Its rounding would add up over steps, also of updates of zero."""
+    start = quantize(uneven(), format)
+    for size in (0.0, 0.01):
+        many = [{"w": replace(start, dtype=dtype)}, {"w": start}]
+        for i in range(5):
+            update = {"w": size * torch.randn(8, 150, generator=rng(i))}
+            many = [weights.apply_updates(packed, update, random.key(i)) for packed in many]
+        (narrow, wide) = (packed["w"] for packed in many)
+        assert narrow.dtype == dtype and equal(narrow, replace(wide, dtype=dtype))
+        if format == INT8_ROW and not size:
+            assert same_bits(narrow.codes, start.codes)
+
+
 def test_the_same_key_gives_the_same_bits_for_any_slice_of_rows():
     key = random.fold(random.key(3), "w")
     whole = stochastic_quantize(W, INT8_GROUP, key)
