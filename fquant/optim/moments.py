@@ -29,8 +29,8 @@ Three recipes:
              reproduce torchao.
 
 In 100 steps of AdamW no element of *nearest* and *grid* moved further from float32's result than 4.7 times the mean
-movement, and of a million elements 5.9 times. One column had gradients 1 to 1e6 times as large, or each row a gradient
-in every 16th or 64th step.
+movement. Of a million elements it was 5.9 times. One column had gradients 1 to 1e6 times as large, or each row a
+gradient in every 16th or 64th step.
 
 A gradient that is NaN or infinite makes the scale of its block NaN or infinite. So all moments of the block, and every
 later update from them, are not finite. Nothing is raised; check the norm of the gradients before a step.
