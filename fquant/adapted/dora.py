@@ -53,16 +53,8 @@ def row_norms(w: Any, lora: Lora | None = None) -> Tensor:
         a, b = lora.a.detach().to(dtype), scaling(lora) * lora.b.detach().to(dtype)
     for some, rows in _pieces(w):
         rows = rows.to(dtype)
-        found.append(norms_of(rows if lora is None else torch.addmm(rows, b[some], a)))
+        found.append(torch.linalg.vector_norm(rows if lora is None else torch.addmm(rows, b[some], a), dim=-1))
     return found[0] if len(found) == 1 else torch.cat(found)
-
-
-def norms_of(rows: Tensor) -> Tensor:
-    """Return the norms f[...] of rows f[... in]; of those whose squares a float32 does not hold, by a power of two."""
-    norms = torch.linalg.vector_norm(rows, dim=-1)
-    usual = torch.ones_like(norms)
-    factor = torch.where(norms < 2.0**-40, 2.0**100, torch.where(norms > 2.0**60, 2.0**-100, usual))
-    return torch.linalg.vector_norm(rows * factor[..., None], dim=-1) / factor
 
 
 def _pieces(w: Tensor | Packed) -> Iterator[tuple[slice, Tensor]]:

@@ -105,7 +105,7 @@ def _sum(x: Adapted, dtype: torch.dtype | None) -> Tensor:
         before, total = total, add_update(total, *update)
         if lora.magnitude is not None:
             alone = total if before is w else add_update(w, *update)
-            total = total * dora.gain(lora.magnitude, dora.norms_of(alone)).float()[..., None]
+            total = total * dora.gain(lora.magnitude, torch.linalg.vector_norm(alone, dim=-1)).float()[..., None]
     return total.to(dtype or w.dtype)
 
 
