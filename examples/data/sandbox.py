@@ -20,7 +20,6 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 START, END = "\U000f0000", "\U000f0001"  # around a special token that was typed
-TAG = re.compile(r"\{\%-?\s*generation\s*-?\%\}")
 NEEDLE = "fquant needle"
 
 Span = tuple[int, int]
@@ -35,10 +34,11 @@ class Tracker(Extension):
         super().__init__(environment)
         self.length = 0  # of the text so far
         self.spans: list[Span] = []
+        self.is_used = False
 
     def parse(self, parser: Any) -> nodes.Node:
         """Parse the tag's body into a call of ``_record``."""
-        line = next(parser.stream).lineno
+        line, self.is_used = next(parser.stream).lineno, True
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.CallBlock(self.call_method("_record"), [], [], body).set_lineno(line)
 
@@ -82,7 +82,7 @@ class Template:
     def __init__(self, name: str, source: str, variables: dict[str, Any], specials: list[str], characters: int) -> None:
         found, self.name = environment(), name
         self.compiled, self.tracker = found.from_string(source), found.extensions[Tracker.identifier]
-        self.characters, self.has_tag = characters, TAG.search(source) is not None
+        self.characters, self.has_tag = characters, self.tracker.is_used  # type: ignore[attr-defined]
         self.variables = {**self.compiled.globals, "tools": None, "documents": None, **variables}
         self.specials = tuple(sorted(specials, key=len, reverse=True))
         self.special = re.compile("|".join(map(re.escape, self.specials)) or "(?!)")

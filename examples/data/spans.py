@@ -8,6 +8,8 @@ only if the whole chat begins with both texts. Qwen3's template, for example, wr
 thought that it writes in the last one: there only the last turn counts, and the others are reported as skipped.
 """
 
+import bisect
+import contextlib
 import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -43,12 +45,10 @@ def chat(template: Template, messages: list[Message], first: int = 0, prompt: bo
     if prompt:
         spans, skipped, ended = [], 0, True
     elif template.has_tag and not first:
-        spans, skipped = list(template.tracker.spans), 0  # type: ignore[attr-defined]
-        said = [whole[a:b].rstrip() for a, b in spans if a < b]
-        if not said:
+        spans, skipped = [(a, b) for a, b in template.tracker.spans if a < b], 0  # type: ignore[attr-defined]
+        if not spans:
             raise ValueError("its {% generation %} tag marks nothing in this chat")
-        spoken = sum(message.get("role") == "assistant" for message in messages) or 1  # a turn may have several spans
-        ended = sum(text.endswith(template.specials) for text in said) >= min(spoken, len(said))
+        ended = _are_ended(template, lambda turns: template.text(turns, False, **values), messages, whole, spans)
     else:
         render: Render = lambda turns, prompt: template.text(turns, prompt, **values)
         spans, skipped, ended = turns(template, render, messages, whole, first)
@@ -72,6 +72,27 @@ def normal(messages: list[Message], takes_parts: bool) -> list[Message]:
                 message["content"] = "".join(part["text"] for part in parts)
         out.append(message)
     return out
+
+
+def _are_ended(template: Template, render: Callable[[list[Message]], str], messages: list[Message], whole: str, spans):
+    """Return True if the last span of each turn ends in a special token, or within one, which then counts."""
+    ended = []
+    for a, b in spans:
+        b = a + len(whole[a:b].rstrip())
+        found = template.special.finditer(whole, a, b + max(map(len, template.specials), default=0))
+        ended.append(any(match.start() < b <= match.end() for match in found))
+    if all(ended):
+        return True
+    limits = []  # where turns end, which may have several spans
+    for i in range(len(messages) - 1):
+        with contextlib.suppress(jinja2.TemplateError):  # of templates that want a user's turn first
+            limits.append(len(os.path.commonprefix([render(messages[: i + 1]), whole])))
+    last = {bisect.bisect_right(limits, a): end for (a, _), end in sorted(zip(spans, ended, strict=True), key=_end)}
+    return all(last.values())
+
+
+def _end(span: tuple[Span, bool]) -> int:
+    return span[0][1]
 
 
 def turns(template: Template, render: Render, messages: list[Message], whole: str, first: int):

@@ -282,6 +282,15 @@ TAGS = {  # a template's assistant turn, and whether a model learns to stop
     "{% generation %}{{ m.content }}{% endgeneration %}</think>{% generation %}x<|im_end|>{% endgeneration %}": True,
     "{% generation %}{% endgeneration %}{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}": True,
     "{% if loop.last %}{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}{% else %}x{% endif %}": True,
+    "{% generation %}a<|im_end|>{% endgeneration %}b{% generation %}{{ m.content }}{% endgeneration %}": False,
+    "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %} {% generation %}.{% endgeneration %}": False,
+    "{% if loop.last %}{% generation %}{{ m.content }}{% endgeneration %}{% generation %}<|im_end|>{% endgeneration %}"
+    "{% else %}x{% endif %}": True,
+    "{% if loop.last %}{% generation %}{{ m.content }}{% endgeneration %}<|im_end|>{% else %}x{% endif %}": False,
+    "{% generation %}{{ m.content }}<|im_{% endgeneration %}end|>": True,
+    "{%+ generation +%}{{ m.content }}{% endgeneration %}<|im_end|>": False,
+    "{# {% generation %} #}{{ m.content }}<|im_end|>\n": True,
+    "{% raw %}{% generation %}{% endraw %}{{ m.content }}": False,
 }
 
 
