@@ -99,6 +99,7 @@ def dropout(x: Tensor, p: float | Tensor, key: Tensor) -> Tensor:
     numbers, and takes 8 bytes an element meanwhile.
     """
     if isinstance(p, Tensor):
+        _check_key(key)
         if p.dtype is not torch.float64 or p.shape != key.shape:
             raise ValueError(f"p: got {p.dtype} {tuple(p.shape)}, wanted float64 {tuple(key.shape)}, one for each key")
         p = p.reshape(*p.shape, *[1] * (x.ndim - p.ndim))
@@ -116,6 +117,7 @@ def dropout(x: Tensor, p: float | Tensor, key: Tensor) -> Tensor:
 
 def permutation(key: Tensor, n: int) -> Tensor:
     """Draw a random order of 0 ... n - 1, int64 [*key n]."""
+    _check_key(key)
     _check_count("n", n, 0)
     high, low = bits(key, (*key.shape, n, 2)).unbind(-1)  # 63 bits, so that ties do not occur
     return torch.argsort(((high >> 1) << 32) | low, dim=-1)
@@ -150,8 +152,8 @@ def _check_key(key: Tensor) -> None:
 
 
 def _check_dtype(dtype: torch.dtype) -> None:
-    is_float = isinstance(dtype, torch.dtype) and dtype.is_floating_point
-    expect(is_float, f"dtype: got {dtype!r}, wanted a float dtype, such as torch.float32", TypeError)
+    is_float = isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1
+    expect(is_float, f"dtype: got {dtype!r}, wanted a float dtype of 16 bits or more, such as torch.float32", TypeError)
 
 
 def _check_count(name: str, n: int, least: int) -> None:

@@ -17,6 +17,7 @@ CODES = 256  # vectors in a stage: the code of a vector is a byte
 BITS = (2, 3, 4, 8)
 BLOCKS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 FORMER_NAMES = {"vq2": "aq_2x8", "vq3": "aq_3x8"}  # renamed formats: the name in older files -> the name now
+LARGEST = (2 - 2.0**-23) * 2.0**127  # of float32
 LATER = ("zero", "shared", "mean", "power", "unit")  # fields that older files lack
 NAMED: dict[str, Format] = {}  # formats by name, whose text is their name
 
@@ -55,11 +56,12 @@ class Format:
         shared   the array has one scale, which is kept for each block
         mean     the scale is the mean absolute value of a block, at least 1e-5, in place of absmax / unit
         power    scales are powers of two
-        unit     the value, in units of the scale, that is the absmax of a block; None: the largest that the table
-                 has with both signs, so 7 for -8 to 7; of a table without values below zero, the largest
+        unit     the value in units of the scale which is the absmax of a block; None: 1 for a table of 4 or 8 bits with
+                 the largest absolute value 1. For other tables None is the largest value that the table has with both
+                 signs, so 7 for -8 to 7. Without values below zero None is the largest value
         text     the format as text, for :func:`read`: ``nf4_dq``, ``nf4:128``, or JSON if it has no name
         plain    this format with its scales in float32
-        integers the first and the last value of a table of integers in steps of one, but for NaN; None: another table
+        integers the first and the last value of a table of integers in steps of one, with NaN at its end; None: another
         levels   the table as integers in units of 1, or of 1/127; None: they are no such
         in_absmax  True if kernels encode it: 4 or 8 bits, and the scale of a block is its absmax, because the largest
                  value of the table is 1
@@ -95,7 +97,7 @@ class Format:
         is_name = isinstance(self.name, str) and re.fullmatch(r"[a-z0-9_. -]+", self.name)
         fault = f"name: got {self.name!r}; wanted lower-case letters, digits, spaces, '_', '-' and '.', such as 'nf4'"
         expect(is_name, fault, ValueError if isinstance(self.name, str) else TypeError)
-        object.__setattr__(self, "name", FORMER_NAMES.get(self.name, self.name))
+        object.__setattr__(self, "name", FORMER_NAMES.get(self.name, str(self.name)))
         with at(self.name):
             self._check_types()
             self._check()
@@ -126,7 +128,7 @@ class Format:
             expect(isinstance(table, tuple | list), fault, TypeError)
             odd = next((x for x in table if not is_number(x)), None)
             expect(all(map(is_number, table)), f"table: got {odd!r} among its values, wanted numbers", TypeError)
-            object.__setattr__(self, "table", with_one_nan(map(float, table)))
+            object.__setattr__(self, "table", with_one_nan(map(_float, table)))
         for name, kind in (("scale", Format), ("vectors", Vectors)):
             got = getattr(self, name)
             wanted = f"a {kind.__name__}, or None" + (" for float32" if name == "scale" else "")
@@ -136,7 +138,7 @@ class Format:
             expect(isinstance(got, bool), f"{name} is {got!r}; wanted True or False")
         if self.unit is not None:
             expect(is_number(self.unit), f"unit is {self.unit!r}; wanted a number above 0, or None", TypeError)
-            object.__setattr__(self, "unit", float(self.unit))
+            object.__setattr__(self, "unit", _float(self.unit))
 
     def _check(self) -> None:
         bits, block, table, blocks = self.bits, self.block, self.table, ", ".join(map(str, BLOCKS))
@@ -146,7 +148,9 @@ class Format:
             expect(bits == 8, f"codes without a table are int8, so bits is 8 and not {bits}")
         else:
             expect(len(table) == 2**bits, f"the table has {len(table)} values; {bits} bits need {2**bits}")
-            expect(any(x == x for x in table), "the table has no number; wanted one for each code that has a value")
+            expect(any(map(math.isfinite, table)), "the table has no number; wanted one for each code that has a value")
+            odd = next((x for x in table if LARGEST < abs(x) < math.inf), 0)
+            expect(odd == 0, f"the table has {odd}, which is infinite in float32; wanted at most {LARGEST:g}")
         for name in ("zero", "shared", "mean", "power"):
             fix = "use the integers 0 to 15, or 0 to 255" if name == "zero" else "give one"
             expect(not getattr(self, name) or table is not None, f"{name} needs a table; {fix}")
@@ -159,7 +163,8 @@ class Format:
             expect(block % self.vectors.dim == 0, fault)
         if self.unit is not None:
             expect(table is not None and not self.mean, "a unit needs a table, and does not combine with mean")
-            expect(0 < self.unit < math.inf, f"unit is {self.unit}; wanted a finite number above 0")
+            fault = f"unit is {self.unit}; wanted a finite number above 0, in float32"
+            expect(2.0**-149 <= self.unit <= LARGEST, fault)
         expect(not self.power or not (self.mean or self.unit), "power does not combine with mean or unit; leave it out")
 
     def __hash__(self) -> int:
@@ -186,6 +191,7 @@ def _to_dict(format: Format) -> dict[str, Any]:
 def _integers(table: tuple[float, ...] | None) -> tuple[int, int] | None:
     values = [x for x in table or () if x == x]
     steps = values and math.isfinite(values[0]) and values == [values[0] + i for i in range(len(values))]
+    steps = steps and values == list(table or ())[: len(values)]
     return (int(values[0]), int(values[-1])) if steps and values[0] == round(values[0]) else None
 
 
@@ -198,6 +204,14 @@ def _levels(table: tuple[float, ...] | None, integers: tuple[int, int] | None) -
     levels = tuple(0 if x != x else round(unit * x) for x in table)
     close = all(x != x or abs(unit * x - n) < 1e-6 for x, n in zip(table, levels, strict=True))
     return levels if close and max(map(abs, levels)) < 256 else None
+
+
+def _float(x: Any) -> float:
+    """Return ``x`` as a float; an integer beyond all floats is one that float32 cannot have either."""
+    try:
+        return float(x)
+    except OverflowError:
+        return 2 * LARGEST if x > 0 else -2 * LARGEST
 
 
 def with_one_nan(table: Iterable[float]) -> tuple[float, ...]:

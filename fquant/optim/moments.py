@@ -36,6 +36,7 @@ A gradient that is NaN or infinite makes the scale of its block NaN or infinite.
 later update from them, are not finite. Nothing is raised; check the norm of the gradients before a step.
 """
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -88,6 +89,8 @@ class Moments:
         expect(flat and block, f"{fault}: its blocks follow rows, and those of a moment the flattened leaf{fix}")
         odd = [name for name, part in zip(names[3:], others, strict=True) if part]
         expect(not odd, f"{fault}: it has {', '.join(odd)}, which a step cannot update{fix}")
+        whole = format.bits == 8 or all(map(math.isfinite, table))
+        expect(whole, f"{fault}: it has codes of 4 bits or fewer that are no finite number{fix}")
         low, high = (pick(x for x in table if x == x) for pick in (min, max))
         expect(high > 0, f"{fault}: it has no values above zero{fix}")
         fault = f"{format.name} has no values below zero, and a mean of gradients has a sign"

@@ -12,6 +12,7 @@ from fquant import random
 from fquant.kernels.reference.random_bits import MASK, threefry
 
 KEYS = random.fold(random.key(7), torch.arange(5))  # [b]
+P = torch.tensor(0.5, dtype=torch.float64)
 
 
 @pytest.mark.parametrize(
@@ -250,6 +251,9 @@ BAD = {
     "size": (lambda: random.uniform(KEYS, (5, 2.0)), TypeError, r"shape: got \(5, 2.0\), wanted a tuple of ints"),
     "negative": (lambda: random.normal(KEYS, (5, -1)), ValueError, r"shape: got \(5, -1\), wanted sizes of at least 0"),
     "integers": (lambda: random.normal(KEYS, (5,), torch.int64), TypeError, "dtype: got torch.int64, wanted a float"),
+    "8 bits": (lambda: random.normal(KEYS, (5,), torch.float8_e5m2), TypeError, "dtype: got .*, wanted a float dtype"),
+    "no key": (lambda: random.permutation(3, 3), TypeError, "key: got int, wanted an int64 tensor"),
+    "no key of p": (lambda: random.dropout(torch.ones(()), P, None), TypeError, "key: got NoneType, wanted an int64"),
     "no dtype": (lambda: random.uniform(KEYS, (5,), "f32"), TypeError, "dtype: got 'f32', wanted a float dtype"),
     "bool of numpy": (lambda: random.key(np.bool_(True)), TypeError, "seed: got bool"),
 }

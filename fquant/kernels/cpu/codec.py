@@ -118,7 +118,7 @@ def _encoding(format: Format, block: int) -> Encoding:
         order, middles = reference.midpoints(format)
         how.tables = middles, torch.tensor(order, dtype=torch.uint8, device="cpu")
         how.middles, how.order = (t.data_ptr() for t in how.tables)
-        how.sorted = order == sorted(order)
+        how.sorted = order == list(range(len(order)))
     elif format.table is not None:
         how.tables = reference.grid(format)
         how.grid = how.tables.data_ptr()

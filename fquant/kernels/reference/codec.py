@@ -120,11 +120,15 @@ def _nearest(x: Tensor, format: Format) -> Tensor:
 
 @lru_cache(maxsize=256)
 def midpoints(format: Format) -> tuple[list[int], Tensor]:
-    """Return the codes of numbers in the order of their values, and the midpoints between those, f32[codes - 1]."""
+    """Return the codes in the order of their values, and the midpoints between those, f32[codes - 1].
+
+    Codes that are no number are left out. The last code and an infinite midpoint stand in their places.
+    """
     assert format.table is not None
     order = sorted((i for i, x in enumerate(format.table) if x == x), key=format.table.__getitem__)
     table = torch.tensor([format.table[i] for i in order], dtype=torch.float32, device="cpu")
-    return order, (table[:-1] + table[1:]) / 2
+    rest = len(format.table) - len(order)
+    return order + order[-1:] * rest, F.pad((table[:-1] + table[1:]) / 2, (0, rest), value=math.inf)
 
 
 @lru_cache(maxsize=256)

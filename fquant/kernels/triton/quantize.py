@@ -53,7 +53,7 @@ def _tables(format: Format, device: torch.device) -> tuple[Tensor | None, Tensor
     if format.bits == 8:
         return None, None, reference.grid(format).to(device)
     order, middles = reference.midpoints(format)
-    codes = None if order == sorted(order) else torch.tensor(order, dtype=torch.int32, device=device)
+    codes = None if order == list(range(len(order))) else torch.tensor(order, dtype=torch.int32, device=device)
     tree = [0] + [(2 * k + 1) * 8 // 2**level - 1 for level in range(4) for k in range(2**level)]
     return codes, middles[tree].to(device), None
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torchao.prototype.mx_formats.kernels import f4_unpacked_to_f32
 
-from fquant import quantize, tree
+from fquant import dequantize, quantize, tree
 from fquant.format import (
     AF4,
     AQ_2X8,
@@ -77,6 +77,9 @@ REFUSED = {
     "mean and zero": (dict(mean=True, zero=True), "mine: a zero point does not combine with mean; leave one out"),
     "mean and unit": (dict(mean=True, unit=2.0), "mine: a unit needs a table, and does not combine with mean"),
     "power and unit": (dict(power=True, unit=2.0), "mine: power does not combine with mean or unit; leave it out"),
+    "unit beyond float32": (dict(unit=10**400), "mine: unit is .*; wanted a finite number above 0, in float32"),
+    "table beyond float32": (dict(table=(-(10**400), *NF4.table[1:])), r"mine: the table has .*, which is infinite in"),
+    "infinities alone": (dict(table=(-math.inf,) * 16), "mine: the table has no number"),
     "unit of 0": (dict(unit=0.0), "mine: unit is 0.0; wanted a finite number above 0"),
 }
 
@@ -121,6 +124,33 @@ def test_numbers_of_numpy_are_numbers():
     format = replace(NF4, name="mine", bits=np.int64(4), block=np.int32(64), table=table, unit=np.float32(1))
     assert format == replace(NF4, name="mine", unit=1.0) and read(format.text) == format
     assert Vectors(np.int64(8), np.uint8(2)) == Vectors(8, 2) and parse("nf4", np.int64(128)) == replace(NF4, block=128)
+
+
+TOPS = {  # a table, and its default unit
+    "1 and -1": (NF4.table, 1.0),
+    "1 alone": ((-0.5, *sorted(NF4.table[1:])), 1.0),
+    "-1 alone": ((-1.0, *(i / 16 for i in range(-7, 8))), 1.0),
+    "2 bits": ((-1.0, -0.5, 0.0, 0.5), 0.5),
+    "other numbers": ((*range(-8, 8),), 7.0),
+}
+
+
+@pytest.mark.parametrize("table, unit", TOPS.values(), ids=TOPS)
+def test_the_default_unit(table, unit):
+    """As documented, in any order, and with codes that are no number, which no weight gets."""
+    x = torch.linspace(-1, 1, 60)[None].repeat(2, 1)
+    bits = len(table).bit_length() - 1
+    for lost in [None, *range(len(table))] if unit == 1.0 else [None]:
+        values = table if lost is None else (*table[:lost], math.nan, *table[lost + 1 :])
+        if lost is not None and abs(table[lost]) == 1.0 and table is not NF4.table:
+            continue
+        for shuffled in (values, values[::-1]):
+            format = Format("mine", bits, 64, shuffled)
+            packed = quantize(x, format)
+            assert packed.scale.allclose(torch.full_like(packed.scale, 1 / unit))
+            points = torch.tensor([v for v in values if v == v]) / unit
+            nearest = (x[..., None] - points).abs().amin(-1)
+            assert torch.allclose((dequantize(packed) - x).abs(), nearest, atol=1e-6)
 
 
 def test_the_default_unit_is_the_largest_value_with_both_signs():

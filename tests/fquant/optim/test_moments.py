@@ -249,6 +249,10 @@ BAD = {
     "rows of fp8": (lambda: optim.lion(1e-3, moments=FP8), ValueError, "fp8 cannot hold a moment: its blocks follow"),
     "integers": (lambda: optim.lion(1e-3, moments=INT8), ValueError, "int8 cannot hold a moment: it has no table"),
     "centre": (lambda: optim.adamw(1e-3, moments=DYNAMIC8), ValueError, "dynamic8 cannot hold a moment: it has center"),
+    "no number": (
+        lambda: optim.sgd(0.1, 0.9, moments=replace(MOMENT4, name="mine", table=(float("nan"), *MOMENT4.table[1:]))),
+        ValueError, "mine cannot hold a moment: it has codes of 4 bits or fewer that are no finite number",
+    ),
     "unsigned": (
         lambda: optim.sgd(0.1, 0.9, moments=MOMENT8_UNSIGNED), ValueError,
         "signed: moment8_unsigned has no values below zero, and a mean of gradients has a sign; use a signed format",
