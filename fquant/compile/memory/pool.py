@@ -12,6 +12,8 @@ Threads that do not replay are served by torch as before.
 
 import ctypes
 import os
+import sys
+import warnings
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
@@ -36,18 +38,27 @@ class Place(ctypes.Structure):
 def install() -> ctypes.CDLL | None:
     """Return the library of the pool, from which torch allocates from now on; None if that is impossible.
 
-    The library may not be built, torch may have another allocator, or another layout than the library knows. A system
-    may refuse a range of addresses as large as its memory.
+    The library may not be built. On Linux any other reason is a warning: torch may have another allocator, or another
+    layout than the library knows, and a system may refuse a range of addresses as large as its memory.
     """
     from ...kernels.cpu import library
 
     try:
-        loaded, theirs = library.load(), ctypes.CDLL(torch._C.__file__)
-        symbols = [ctypes.cast(getattr(theirs, name), ctypes.c_void_p) for name in _SYMBOLS]
-    except (ImportError, AttributeError, OSError):
+        loaded = library.load()
+    except (ImportError, OSError):
         return None
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return loaded if loaded.fquant_pool_install(*symbols, memory, LEAST) else None
+    try:
+        theirs = ctypes.CDLL(torch._C.__file__)
+        symbols = [ctypes.cast(getattr(theirs, name), ctypes.c_void_p) for name in _SYMBOLS]
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        is_installed = loaded.fquant_pool_install(*symbols, memory, LEAST)
+    except (AttributeError, OSError, ValueError):
+        is_installed = False
+    if not is_installed and sys.platform == "linux":
+        fault = f"the memory pool of captured functions does not fit the allocator of torch {torch.__version__}"
+        effect = "results are the same, but a process may grow by twice what fquant.cost predicts"
+        warnings.warn(f"{fault}; {effect}. Use a tested version of torch, or report this one", RuntimeWarning, 2)
+    return loaded if is_installed else None
 
 
 def is_served(node: Node) -> bool:

@@ -112,3 +112,28 @@ def test_a_process_grows_by_what_is_predicted(names):
     found = json.loads(done.stdout)
     wrong = {name: (wanted, seen) for name, (wanted, seen) in found.items() if seen > MOST * wanted + OF_TORCH}
     assert not wrong and len(found) == len(names)
+
+
+OTHER_LAYOUT = """
+import warnings, torch
+from fquant import jit
+from fquant.compile.memory import pool
+get, put, table, simple = pool._SYMBOLS
+pool._SYMBOLS = {symbols}
+step, x = jit(lambda x: torch.sort(x @ x)[0]), torch.randn(300, 300)
+with warnings.catch_warnings(record=True) as found:
+    warnings.simplefilter("always")
+    for _ in range(3):
+        assert step(x).equal(torch.sort(x @ x)[0])
+print(*[warning.message for warning in found], sep="\\n")
+"""
+
+
+@pytest.mark.parametrize("symbols", ["(get, put, '_ZTVN3c109AllocatorE', simple)", "(get, put, 'missing', simple)"])
+def test_another_layout_of_torch_is_a_warning(symbols):
+    """It is given once, and results are those of malloc."""
+    command = [sys.executable, "-c", OTHER_LAYOUT.format(symbols=symbols)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[4])
+    assert not done.returncode, done.stderr
+    (said,) = done.stdout.splitlines()
+    assert f"the allocator of torch {torch.__version__}; results are the same, but a process may grow by" in said
