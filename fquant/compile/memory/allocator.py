@@ -40,10 +40,21 @@ from .plan import MemoryPlan, Slot
 VARIABLE = "FQUANT_ALLOCATOR"
 Interpret = Callable[[Any], Callable[..., Any]]  # what runs a module, given that
 IN_USE = threading.Lock()  # held by the replay that computes in the mapping
+_replays = threading.local()  # its attribute holds_memory is true on the thread of that replay
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of mallopt, in malloc.h
 _OPTIONS = ((_TRIM_THRESHOLD, -1), (_MMAP_THRESHOLD, 32 * 2**20))
 _PAGE = 2 << 20  # bytes
 _memory: mmap.mmap | None = None  # the mapping
+
+
+def _unlock() -> None:
+    """Release in a forked process the lock of a replay on a thread that the process does not have."""
+    if not getattr(_replays, "holds_memory", False):
+        IN_USE._at_fork_reinit()  # type: ignore[attr-defined]
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_unlock)
 
 
 def reuses_memory() -> bool:
@@ -71,6 +82,7 @@ def run_planned(
         return interpret(module)(*tensors)
     library = pool.install() if plan.is_large else None
     was_open = library.fquant_pool_open(True) if library else False
+    _replays.holds_memory = True
     try:
         memory = acquire(plan.nbytes)
         if plan.memory is not memory:
@@ -80,6 +92,7 @@ def run_planned(
     finally:
         if library:
             library.fquant_pool_open(was_open)
+        _replays.holds_memory = False
         IN_USE.release()
 
 
@@ -119,7 +132,12 @@ def acquire(nbytes: int) -> mmap.mmap:
 
 
 def release() -> bool:
-    """Return free memory to the system, after a replay of another thread; return True if there was any."""
+    """Return free memory to the system, after a replay of another thread; return True if there was any.
+
+    Inside a replay of this thread, such as in an op that calls a captured function, nothing is returned.
+    """
+    if getattr(_replays, "holds_memory", False):
+        return False
     with IN_USE:
         libc, dropped, library = _glibc(), _drop_pages(), pool.install() if reuses_memory() else None
         if library:

@@ -80,6 +80,28 @@ failed = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 print(int(bytes(allocator.acquire(0)) == before), int(any(before)), 1 - failed)
 """
 
+INSIDE = """
+import os, threading, torch
+from fquant import jit
+from fquant.compile.memory import allocator
+
+inner = jit(lambda x: torch.sort(x)[0] * 2)
+op = torch.library.custom_op("nested::op", lambda x: inner(x).clone(), mutates_args=(), schema="(Tensor x) -> Tensor")
+op.register_fake(torch.empty_like)
+outer = lambda x: torch.cumsum(torch.ops.nested.op(torch.sort(x @ x)[0]), 0)
+replay, x = jit(outer), torch.randn(300, 300)
+nested = [replay(x).equal(outer(x)) for _ in range(3)]
+
+threading.Thread(target=allocator.IN_USE.acquire).start()  # as a replay of that thread
+while not allocator.IN_USE.locked():
+    pass
+child = os.fork()
+if not child:
+    first = jit(lambda x: torch.sort(x)[0] + 1)
+    os._exit(not (first(x).equal(torch.sort(x)[0] + 1) and allocator.IN_USE.acquire(blocking=False)))
+print(int(all(nested)), 1 - os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
 FLAGS = """
 import torch
 from pathlib import Path
@@ -135,6 +157,11 @@ def test_the_memory_of_replays_is_private_and_asks_for_large_pages():
     if not found or not Path("/sys/kernel/mm/transparent_hugepage").exists():
         pytest.skip("the system has no large pages, or does not say who has them")
     assert private and large  # huge pages of shared memory are another setting, off on most systems
+
+
+def test_a_first_call_waits_for_no_replay_that_waits_for_it():
+    """One inside an op of a replay, and one in a process that was forked during a replay of another thread."""
+    assert run(INSIDE) == [1, 1]
 
 
 def test_another_way_is_refused(monkeypatch):
