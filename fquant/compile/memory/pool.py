@@ -38,8 +38,8 @@ class Place(ctypes.Structure):
 def install() -> ctypes.CDLL | None:
     """Return the library of the pool, from which torch allocates from now on; None if that is impossible.
 
-    The library may not be built. On Linux any other reason is a warning: torch may have another allocator, or another
-    layout than the library knows, and a system may refuse a range of addresses as large as its memory.
+    The library may not be built. On Linux any other reason is a warning. Torch may have another allocator, or another
+    layout than the library knows. A system may refuse a range of addresses as large as its memory.
     """
     from ...kernels.cpu import library
 
