@@ -39,7 +39,7 @@ from models.export import bitsandbytes, compressed_tensors, dense, folder, gguf
 
 from .common import checkpoints, run_folder, terminal
 from .common.command_line import DTYPES, Ignored, check_used, command_line
-from .common.model_folders import MIB, companions, output, size_of
+from .common.model_folders import MIB, companions, output, size_of, sources
 from .common.progress import bar
 from .common.training_step import State
 from .qlora import full_training
@@ -112,7 +112,7 @@ def main(args: list[str] | None = None) -> int:
     try:
         options = command_line(Options(NOT_GIVEN), args, "python -m examples.export").checked()
         start = time.monotonic()
-        with output(options.out, options.resume):
+        with output(options.out, options.resume, sources(options, options.model, *filter(None, [options.adapter]))):
             if options.to == "adapter":
                 console.print(adapter_of(options), highlight=False, soft_wrap=True)
                 return 0

@@ -40,7 +40,7 @@ from models.export import dense, folder
 
 from .common import terminal
 from .common.command_line import DTYPES, FormatName, check_used, command_line, parse_format
-from .common.model_folders import Loss, companions, decoded, is_quantised, kind_of, loss, output, size_of
+from .common.model_folders import Loss, companions, decoded, is_quantised, kind_of, loss, output, size_of, sources
 from .common.progress import bar
 
 
@@ -61,7 +61,7 @@ class Options:
     shard: float = 5.0
     """GiB in a file of a plain folder, at most; a larger tensor has a file of its own."""
     resume: bool = False
-    """Continue an interrupted run: what it has written is kept, and a sample of it compared."""
+    """Continue an interrupted run of the same options and files: what it has written is kept."""
 
     def checked(self) -> Format | None:
         """Return the format; raise ValueError for options that do not fit together."""
@@ -112,7 +112,10 @@ def main(args: list[str] | None = None) -> int:
         options = command_line(Options(), args, "python -m examples.merge")
         fmt = options.checked()
         start = time.monotonic()
-        with output(options.out, options.resume), bar(console, console.is_terminal) as progress:
+        with (
+            output(options.out, options.resume, sources(options, *options.folders[:-1])),
+            bar(console, console.is_terminal) as progress,
+        ):
             cfg, params = hf.lazy(options.base)
             updates = load(options, cfg, params)
             task = progress.add_task(f"writing {options.out}", total=len(tree.paths(params)))

@@ -36,7 +36,7 @@ from models.export import folder
 
 from .common import terminal
 from .common.command_line import DTYPES, FormatName, command_line, parse_format
-from .common.model_folders import MIB, Loss, companions, count, is_quantised, kind_of, loss, output
+from .common.model_folders import MIB, Loss, companions, count, is_quantised, kind_of, loss, output, sources
 from .common.progress import bar
 
 NOT_GIVEN = Path()
@@ -57,7 +57,7 @@ class Options:
     dtype: Literal["bf16", "f16", "f32"] | None = None
     """Of the dense weights and of decoded ones; default: as in the files."""
     resume: bool = False
-    """Continue an interrupted run: weights that it has written are kept, and a few of them compared."""
+    """Continue an interrupted run of the same options and files: weights that it has written are kept."""
 
     def checked(self) -> Format:
         """Return the format; raise ValueError for options that do not fit together."""
@@ -94,7 +94,10 @@ def main(args: list[str] | None = None) -> int:
         options = command_line(Options(NOT_GIVEN, NOT_GIVEN), args, "python -m examples.quantize")
         fmt = options.checked()
         start = time.monotonic()
-        with output(options.out, options.resume), bar(console, console.is_terminal) as progress:
+        with (
+            output(options.out, options.resume, sources(options, options.model)),
+            bar(console, console.is_terminal) as progress,
+        ):
             cfg, params = hf.lazy(options.model)
             task = progress.add_task(f"writing {options.out}", total=len(tree.paths(params)))
             found = save(options, cfg, params, fmt, lambda path: progress.advance(task))

@@ -1,7 +1,9 @@
 """Facts about a model folder that several programs need: which weights to quantise, their kinds, and losses."""
 
+import dataclasses
+import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,11 +15,15 @@ from torch import Tensor
 from fquant import Packed, dequantize
 from fquant.io.files import locking
 from fquant.io.files.reading import json_object
+from fquant.io.files.replacing import replacing
 from fquant.tree import expect
 from models import hf
+from models.hf.folder import headers
 
 MIB = 2**20
 CHUNK = 1 << 22  # elements that are compared at a time
+PLACES = ("folders", "model", "out", "adapter", "resume")  # options that name no value of the result
+READ = (".safetensors", ".json", ".jinja", ".txt", ".model")  # files of a model or an adapter
 DENSE = re.compile(r"(embed|(.*\.)?head|.*norm|.*router|.*embed\w*|.*_bias)")  # paths of what stays dense
 
 
@@ -38,16 +44,64 @@ class Loss:
 
 
 @contextmanager
-def output(out: Path, resume: bool) -> Iterator[None]:
-    """Hold the file or folder ``out`` while it is written, by a lock beside it.
+def output(out: Path, resume: bool, inputs: Mapping[str, str] | None = None) -> Iterator[None]:
+    """Hold the file or folder ``out`` while it is written, by a lock next to it.
 
-    Raises ValueError if another process holds it, and if it exists, unless an interrupted run shall ``resume`` there.
+    An interrupted run leaves a record of its ``inputs`` (:func:`sources`) next to ``out``. Raises ValueError if another
+    process holds ``out``, if ``out`` exists and ``resume`` is False, and if ``resume`` is True and an input differs
+    from the record.
     """
     place = out.resolve()  # so that two names of one place have one lock
+    record = place.with_name(f".{place.name}.inputs")
+    has_begun = lambda: any(place.iterdir()) if place.is_dir() else place.with_name(f"{place.name}.part").exists()
     with locking.held(place.with_name(f".{place.name}.lock")):
         fault = f"{out}: it exists already; choose another, or --resume an interrupted run"
         expect(not out.exists() or (resume and out.is_dir()), fault)
-        yield
+        if inputs is not None and has_begun():
+            _check_same(out, record, inputs) if resume else None
+        elif inputs is not None:
+            with replacing(record) as file:
+                file.write(json.dumps(dict(inputs), indent=2).encode())
+        try:
+            yield
+        except BaseException:
+            if not has_begun():
+                record.unlink(missing_ok=True)
+            raise
+        record.unlink(missing_ok=True)
+
+
+def _check_same(out: Path, record: Path, inputs: Mapping[str, str]) -> None:
+    fix = f"or remove {out} and what was written of it, and begin again"
+    expect(
+        record.exists(), f"{record}: is not there, so nothing says what the interrupted run has read; restore it, {fix}"
+    )
+    was = {name: str(text) for name, text in json_object(record).items()}
+    for name in [*inputs, *was]:
+        fault = (
+            f"{out}: {name} was {was.get(name, 'not there')} when the run began, and is {inputs.get(name, 'not there')}"
+        )
+        expect(was.get(name) == inputs.get(name), f"{fault}; restore it, {fix}")
+    expect(
+        list(was) == list(inputs), f"{out}: its inputs are in another order than when the run began; restore it, {fix}"
+    )
+
+
+def sources(options: Any, *folders: Path) -> dict[str, str]:
+    """Return what the result of a program depends on: its options, and the size and time of each file that it reads."""
+    given = {f.name: getattr(options, f.name) for f in dataclasses.fields(options) if f.name not in PLACES}
+    found = {f"--{name}": str(value) for name, value in given.items()}
+    for folder in folders:
+        files = sorted(path.resolve() for path in folder.glob("*") if path.suffix in READ and path.is_file())
+        found |= {str(path): f"{path.stat().st_size} bytes of {path.stat().st_mtime_ns} ns" for path in files}
+    return found
+
+
+def weight_files(*folders: Path | None) -> list[Path]:
+    """Return the files that have the weights of models, but for those with digests, whose stamps cover all bytes."""
+    many = [headers(folder) for folder in folders if folder is not None and not (folder / hf.PACKED).exists()]
+    found = {header.path: header for each in many for header in each.values()}
+    return [path for path, header in found.items() if not header.digests]
 
 
 def is_quantised(path: str, like: Tensor | Packed) -> bool:

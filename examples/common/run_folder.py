@@ -22,7 +22,7 @@ import os
 import re
 import secrets
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
@@ -37,6 +37,7 @@ import shard
 from fquant.compile import all_gather_text
 from fquant.io import safetensors
 from fquant.io.files import locking
+from fquant.io.files.digests import of_file
 from fquant.io.files.reading import inside, read_text
 from fquant.io.files.replacing import is_leftover, remove_leftovers
 from shard import agree
@@ -238,9 +239,15 @@ def digests(named: Mapping[str, Any]) -> dict[str, str]:
 
 def files(*paths: Path) -> dict[str, str]:
     """Return a digest of each of the files that are there, by its path."""
-    return {
-        str(path): hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest() for path in paths if path.exists()
-    }
+    return {str(path): of_file(path) for path in paths if path.exists()}
+
+
+def split_files(paths: Callable[[], list[Path]]) -> dict[str, str]:
+    """Return what :func:`files` does of large files, of which each rank reads some; every rank calls it."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    some = lambda: json.dumps(files(*paths()[rank::ranks]))
+    _, texts = agree.attempt_and_tell("prepare", lambda: (None, some()))
+    return {path: found for text in texts for path, found in json.loads(text).items()}
 
 
 def check_same(options: Options, inputs: Mapping[str, str]) -> None:

@@ -30,6 +30,7 @@ from shard.host_memory import local_ranks
 
 from ..common import devices, objectives, run_folder, training_step, verification
 from ..common.command_line import DTYPES, check, parse_format, quantised
+from ..common.model_folders import weight_files
 from ..common.objectives import KINDS
 from ..common.training_step import MODES, Measured, Micro, Setup, State
 from ..data import dataset as data
@@ -142,7 +143,8 @@ def start_many(
     chosen = all_gather_text(mode)
     mode = MODES[max(i for i, name in enumerate(MODES) if name in chosen)]  # the mode that fits on every rank
     works = agree.attempt("prepare", lambda: prepare_many(many, device=device))
-    digests = agree.attempt("prepare", lambda: [inputs(work) for work in works])
+    large = run_folder.split_files(lambda: weight_files(options.model, options.teacher))
+    digests = agree.attempt("prepare", lambda: [inputs(work) | large for work in works])
     for work, read in zip(works, digests, strict=True):
         facts = {"options": repr(work.options.shared())} | read
         agree.same("start", facts | agree.fingerprint({"data": (work.train, work.held)}))
@@ -294,6 +296,5 @@ def take(run: Run, state: State) -> tuple[State, Step]:
     value, norm, lr, tokens = torch.stack([t.double() for t in figures]).tolist()  # one wait for the device
     seconds = time.perf_counter() - began
     through = options.batch * options.accumulate * options.seq / seconds
-    share = training_step.share(run.step, run.card, seconds)
-    memory = devices.memory(device_of(run.setup.mesh))
+    share, memory = training_step.share(run.step, run.card, seconds), devices.memory(device_of(run.setup.mesh))
     return state, Step(step, value, lr, norm, int(tokens), through, share, *memory, training_step.sent(run.step))

@@ -160,7 +160,7 @@ def test_an_interrupted_run_is_continued(source, tmp_path, monkeypatch, capsys):
     assert run(source, tmp_path / "out") == 2
     assert "out: it exists already; choose another, or --resume an interrupted run" in capsys.readouterr().err
     assert run(source, tmp_path / "out", "--resume", "--format", "nf4") == 2
-    assert "with another beginning than the one to write" in capsys.readouterr().err
+    assert "out: --format was nf4_dq when the run began, and is nf4; restore it" in capsys.readouterr().err
     del count[:]
     assert run(source, tmp_path / "out", "--resume") == 0
     assert sum(not w.is_meta for w in count) < 14

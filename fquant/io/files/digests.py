@@ -18,6 +18,7 @@ Pieces that are in memory already are hashed together (fquant/kernels/cpu/sha256
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import IO, Any
 
 import torch
@@ -97,6 +98,15 @@ def _of_pieces(pieces: Sequence[memoryview]) -> list[str]:
         for i, found in enumerate(pool.map(sha256, [pieces[i::threads] for i in range(threads)])):
             out[i::threads] = [digest.hex()[:WIDTH] for digest in found]
     return out
+
+
+def of_file(path: Path) -> str:
+    """Return a digest of all bytes of a file."""
+    with path.open("rb") as file, Digests() as found:
+        while data := file.read(64 * PIECE):
+            found.add(memoryview(data))
+            found.wait()
+        return hashlib.blake2b("".join(found.close()).encode(), digest_size=16).hexdigest()
 
 
 def width(nbytes: int) -> int:

@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from examples.common import runs
 from examples.qlora import cli
@@ -30,6 +31,13 @@ def edited(**more):
     return lambda path: path.write_text(json.dumps(json.loads(path.read_text()) | more))
 
 
+def flipped(path):
+    """Flip a bit of an embedding, between two samples of its bytes."""
+    data = bytearray(path.read_bytes())
+    data[100_000] ^= 1
+    path.write_bytes(data)
+
+
 CHANGES = {  # of a file that training reads
     "rope_theta": ("model/config.json", edited(rope_theta=12345.0, rope_parameters=None), "has another content than"),
     "eps": ("model/config.json", edited(rms_norm_eps=1e-3), "has another content than"),
@@ -37,6 +45,7 @@ CHANGES = {  # of a file that training reads
     "special tokens": ("model/tokenizer_config.json", edited(pad_token="<|endoftext|>"), "has another content than"),
     "no config": ("model/tokenizer_config.json", Path.unlink, "is not there, and was"),
     "template": ("model/chat_template.jinja", lambda path: path.write_text("{{ messages }}"), "is there, and was not"),
+    "weights": ("model/model.safetensors", flipped, "has another content than"),
     "template of an option": ("own.jinja", lambda path: path.write_text("{{ messages }}"), "has another content than"),
 }
 
@@ -46,6 +55,8 @@ def copied(text, model, tmp_path_factory):
     """Two runs of two steps with equal shapes, over a copy of the model and a template."""
     root = tmp_path_factory.mktemp("copied")
     shutil.copytree(model, root / "model")
+    weights = root / "model" / "model.safetensors"
+    save_file(load_file(weights), weights)  # without digests, as other programs write it
     (root / "own.jinja").write_text("{{ messages[0].content }}")
     (root / "model" / "tokenizer_config.json").write_text("{}")
     own = {"model": root / "model", "chat_template": str(root / "own.jinja"), "out": root / "run"}
