@@ -45,7 +45,7 @@ class Result:
     perplexity_packed: float
     perplexity_adapted: float
     perplexity_merged: float | None = None  # of the packed weights that the adapter was merged into
-    survives: float | None = None  # the share of the adapter's gain, in nats, that is left after merging
+    survives: float | None = None  # the share of the gain, in nats, that is left after merging; None without a gain
     perplexity_teacher: float | None = None
     divergence_packed: float | None = None  # from the teacher, in nats a token
     divergence_adapted: float | None = None
@@ -82,7 +82,7 @@ def measure(run: Run, state: State, say: Callable[[str], None]) -> Result | Judg
         whole = shard.place(merged_base(run.work.packed, state.trained), dims, setup.rules, setup.mesh, run.work.cfg)
         merged = perplexity(run, shard.local(whole), {})
         gain = math.log(packed) - math.log(adapted)
-        survives = (math.log(packed) - math.log(merged)) / gain if gain else None
+        survives = (math.log(packed) - math.log(merged)) / gain if gain > 0 else None
     more = merged, survives, None, None, None
     if run.teacher is not None:
         say("measuring the teacher")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..io.safetensors import replacing
-from .record import COLLECTIVES, COMPUTE, COPIES, Buffer, Profile, live, peak
+from .record import COLLECTIVES, COMPUTE, COPIES, Buffer, Profile, live, peak, share
 from .report import short
 
 MOST = 9  # holders with a colour of their own
@@ -83,8 +83,9 @@ def _entries(found: Profile) -> Iterator[dict[str, Any]]:
     for i, track in enumerate(TRACKS):
         yield here | {"ph": "M", "name": "thread_name", "tid": i, "args": {"name": track}}
     for event in found.events:
-        share = event.roofline / event.seconds if event.seconds else 0.0
-        about = {"line": event.line, "backward": event.backward, "kind": event.kind, "roofline": round(share, 3)}
+        reached = share(event.roofline, event.seconds)
+        about = {"line": event.line, "backward": event.backward, "kind": event.kind}
+        about |= {} if reached is None else {"roofline": round(reached, 3)}
         span = {"ts": 1e6 * event.start, "dur": 1e6 * event.seconds, "tid": TRACKS.index(event.track)}
         yield here | span | {"ph": "X", "name": event.op, "cat": event.kind, "args": about | {"node": event.node}}
     for time, nbytes in zip(_times(found), live(found), strict=False):

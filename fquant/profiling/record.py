@@ -36,6 +36,15 @@ class Event:
     roofline: float  # seconds that arithmetic or memory traffic takes at least
 
 
+def share(roofline: float, seconds: float) -> float | None:
+    """Return the share of the roofline that ``seconds`` reach, or None if it is unknown.
+
+    A share above 1 cannot be right: small operands come from caches, or the rates of a host were measured beside other
+    processes.
+    """
+    return roofline / seconds if 0 < seconds and roofline <= seconds else None
+
+
 @dataclass(frozen=True)
 class Buffer:
     """Memory that is held from the node at ``first`` to that at ``last``."""

@@ -8,7 +8,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from .record import COMPUTE, Profile, peak
+from .record import COMPUTE, Profile, peak, share
 
 ROWS = 20
 
@@ -16,8 +16,9 @@ ROWS = 20
 def table(found: Profile, rows: int = ROWS) -> Table:
     """Return the table of the ``rows`` lines that take most time, one for the rest, and one for the whole.
 
-    ``roofline`` is the time that arithmetic or memory traffic needs over the time taken. ``held`` are the bytes, of
-    results that the line made, which are live at the peak of the step's memory.
+    ``roofline`` is the time that arithmetic or memory traffic needs over the time taken; it is empty where that cannot
+    be right (``record.share``). ``held`` are the bytes, of results that the line made, which are live at the peak of
+    the step's memory.
     """
     time, limit, calls, held = (defaultdict[tuple[str, bool], float](float) for _ in range(4))
     for event in found.events:
@@ -43,9 +44,10 @@ def table(found: Profile, rows: int = ROWS) -> Table:
 
     def add(name: str, keys: list[tuple[str, bool]]) -> None:
         spent, least = sum(time[key] for key in keys), sum(limit[key] for key in keys)
-        share, of = (f"{100 * spent / total:.1f}" if total else ""), (f"{least / spent:.2f}" if spent else "")
+        part, reached = (f"{100 * spent / total:.1f}" if total else ""), share(least, spent)
+        of = "" if reached is None else f"{reached:.2f}"
         bytes_held = sum(held[key] for key in keys)
-        out.add_row(name, f"{sum(calls[key] for key in keys):.0f}", f"{1e3 * spent:,.2f}", share, of, _mib(bytes_held))
+        out.add_row(name, f"{sum(calls[key] for key in keys):.0f}", f"{1e3 * spent:,.2f}", part, of, _mib(bytes_held))
 
     ordered = sorted({*time, *held}, key=lambda key: -time[key])
     for key in ordered[:rows]:

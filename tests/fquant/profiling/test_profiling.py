@@ -1,5 +1,6 @@
 """Profiles: the times and buffers of a step's nodes are those of its graph, measured and predicted."""
 
+import dataclasses
 import json
 import time
 from pathlib import Path
@@ -91,6 +92,20 @@ def test_what_is_predicted_adds_up_to_the_prediction():
     assert found.seconds == wanted.seconds and not found.is_measured
     assert sum(e.seconds for e in found.events if e.track == record.COMPUTE) == pytest.approx(wanted.seconds)
     assert all(e.roofline <= e.seconds for e in found.events)
+
+
+def test_a_share_above_one_is_not_shown(tmp_path):
+    """Neither in the table nor in the trace; the shares of other nodes are."""
+    found = fquant.profile(grad_and_value(of_lines), torch.randn(32, 32), torch.randn(64, 32), repeats=1)
+    events = [dataclasses.replace(e, roofline=e.seconds * (3.0 if i % 2 else 0.5)) for i, e in enumerate(found.events)]
+    spoilt = dataclasses.replace(found, events=type(found.events)(events))
+    entries = json.loads(pictures.trace(spoilt, tmp_path / "trace.json").read_text())["traceEvents"]
+    shown = [entry["args"].get("roofline") for entry in entries if entry["ph"] == "X"]
+    assert shown == [None if i % 2 else 0.5 for i in range(len(events))]
+    wholly = dataclasses.replace(found, events=type(found.events)(e for e in events if e.roofline > e.seconds))
+    assert "3.00" not in str(wholly) and "0.50" in str(
+        dataclasses.replace(found, events=type(found.events)(events[::2]))
+    )
 
 
 def test_a_slow_line_and_a_large_one_are_found():
