@@ -14,6 +14,7 @@ Packing rounds a small update away. So with ``--format`` a table shows what was 
 1 as bad as none.
 """
 
+import math
 import sys
 import time
 from collections import defaultdict
@@ -69,6 +70,8 @@ class Options:
             raise ValueError(f"got {len(self.folders)} folders; wanted BASE ADAPTER... OUT, see --help")
         if self.scales and len(self.scales) != len(self.adapters):
             raise ValueError(f"--scales has {len(self.scales)} numbers; wanted one for each of {len(self.adapters)}")
+        if not all(map(math.isfinite, self.scales)):
+            raise ValueError(f"--scales {' '.join(map(str, self.scales))}: wanted finite numbers")
         if not 0 < self.shard <= 1 << 20:
             raise ValueError(f"--shard is {self.shard}; wanted GiB above 0")
         check_used(
@@ -187,9 +190,9 @@ def packed(updates: Updates, fmt: Format, dtype: torch.dtype | None, path: str, 
 
     def read() -> Tensor | Packed:
         w = leaf.read()
-        x = total(updates, path, w) if is_changed else decoded(w)
+        x = folder.check_finite(path, total(updates, path, w) if is_changed else decoded(w))
         if not is_matrix:
-            return x.to(into)
+            return folder.check_finite(path, x.to(into))
         out = lora.pack_like(like, x.to(into), fmt)
         if is_changed:
             updates.lost[path] = loss(out, x, decoded(w))

@@ -119,7 +119,7 @@ def save(options: Options, cfg: Config, params: Any, fmt: Format, done: Callable
     def leaf(path: str, x: Lazy) -> Lazy:
         def read() -> Tensor | Packed:
             w = x.read()
-            out = pack(path, w)
+            out = folder.check_finite(path, pack(path, w))
             found[path] = sums(w, out)
             return out
 

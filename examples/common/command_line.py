@@ -5,6 +5,7 @@ import dataclasses
 import difflib
 import io
 import itertools
+import math
 from collections.abc import Callable
 from typing import Any, Literal, TypeVar
 
@@ -116,10 +117,11 @@ def axes_in(mesh: str) -> dict[str, int]:
 
 
 def check_least(options: Any, least: dict[str, int]) -> None:
-    """Raise ValueError for an option that is given and below its least value."""
+    """Raise ValueError for an option that is given and below its least value, or is no finite number."""
     for name, low in least.items():
-        if getattr(options, name) is not None and getattr(options, name) < low:
-            raise ValueError(f"--{name.replace('_', '-')} is {getattr(options, name)}; wanted at least {low}")
+        if (value := getattr(options, name)) is not None and not low <= value < math.inf:
+            wanted = "at least" if math.isfinite(value) else "a finite number of at least"
+            raise ValueError(f"--{name.replace('_', '-')} is {value}; wanted {wanted} {low}")
 
 
 Ignored = dict[str, tuple[Callable[[Any], bool], str]]  # of an option: when it does nothing, and why

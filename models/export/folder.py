@@ -16,11 +16,14 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from fquant import tree
 from fquant.device import HOST
 from fquant.io import safetensors
 from fquant.io.files.reading import inside
 from fquant.lazy import Lazy
 from fquant.tree import expect
+
+from .leaves import FLOATS
 
 Done: TypeAlias = Callable[[int, int], None]  # is called with the finished tensors and all
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -42,7 +45,7 @@ def write(
 
     A shard has at most ``max_shard_bytes``, or one tensor. With ``resume`` the shards that an interrupted call has
     written are kept, once :func:`verify` has compared a sample of them. Raises ValueError for a folder that holds a
-    model, or with ``resume`` a whole one, or a shard of something else.
+    model, or with ``resume`` a whole one, or a shard of something else, and for a number that is not finite.
     """
     folder, total, finished = Path(folder), len(tensors), 0
     refuse_a_model(folder, resume)
@@ -50,9 +53,9 @@ def write(
     files = shards(nbytes, max_shard_bytes)
     folder.mkdir(parents=True, exist_ok=True)
 
-    def counted(t: Tensor | Lazy) -> Any:
+    def counted(name: str, t: Tensor | Lazy) -> Any:
         nonlocal finished
-        out = t.read() if isinstance(t, Lazy) else t
+        out = check_finite(name, t.read() if isinstance(t, Lazy) else t)
         finished += 1
         done(finished, total)
         return out
@@ -63,13 +66,24 @@ def write(
             finished += len(names)
             done(finished, total)
             continue
-        lazy = {name: Lazy(partial(counted, t), _like(t)) for name in names for t in [tensors[name]]}
+        lazy = {name: Lazy(partial(counted, name, t), _like(t)) for name in names for t in [tensors[name]]}
         safetensors.write(folder / file, lazy, {"format": "pt"})
     if len(files) > 1:
         weight_map = {name: file for file, names in files.items() for name in names}
         index = {"metadata": {"total_size": sum(nbytes.values())}, "weight_map": dict(sorted(weight_map.items()))}
         write_json(folder / INDEX, index)
     write_json(folder / CONFIG, config)
+
+
+def check_finite(name: str, x: Any) -> Any:
+    """Return a tensor or a Packed; raise ValueError, with the place, if a number of a float tensor is not finite."""
+    for t in tree.leaves(x):
+        if t.dtype in FLOATS and t.numel() and not all(map(math.isfinite, torch.aminmax(t))):
+            at = [int(i) for i in (~t.isfinite()).nonzero()[0]]
+            raise ValueError(
+                f"{name}: got {float(t[tuple(at)])} at {at}, wanted finite weights; use another copy or dtype"
+            )
+    return x
 
 
 def verify(file: Path, tensors: Mapping[str, Tensor | Lazy], count: int = 4, rows: int = 16) -> int:

@@ -1,19 +1,25 @@
 """Results that are no finite number: every program ends with a line that names the number, and not with status 0."""
 
 import math
+import re
 import shutil
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 
 import shard
+from examples import export, merge
+from examples import quantize as quantise
 from examples.common import finite
 from examples.evaluate import cli as evaluate
 from examples.generate import cli as generate
 from examples.qlora import cli as qlora
 from examples.sweep import cli as sweep
 from examples.vqvae import cli as vqvae
-from fquant import NF4, quantize, tree
+from fquant import NF4, lora, quantize, tree
+from fquant.io import peft
 from models import hf
 from tests.helpers.model_folders import tiny_model
 
@@ -106,3 +112,44 @@ def test_the_weight_that_is_to_blame():
     good, bad = quantize(torch.ones(2, 64), NF4), {"a": torch.ones(3), "b": w}
     assert finite.culprit({"a": good}, bad) == "b has inf at [1, 3]; wanted finite weights"
     assert finite.culprit({"a": good}).startswith("all weights are finite")
+
+
+WRITERS = {
+    "quantize": (quantise.main, "bad out"),
+    "merge": (merge.main, "bad adapter out"),
+    "merge packed": (merge.main, "bad adapter out --format int8"),
+    "dense": (export.main, "bad out --to merged"),
+    "bitsandbytes": (export.main, "bad out --to bnb-nf4"),
+    "compressed-tensors": (export.main, "bad out --to compressed-tensors"),
+    "gguf": (export.main, "bad out --kind q8_0"),
+}
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+@pytest.mark.parametrize("path", ["embed", "final.norm", "layers.0.q"])
+@pytest.mark.parametrize(("main", "args"), WRITERS.values(), ids=WRITERS)
+def test_no_program_writes_a_weight_that_is_not_finite(main, args, path, value, model, tmp_path, monkeypatch, capsys):
+    """The weight is named, and nothing that could be taken for a model is left."""
+    monkeypatch.chdir(tmp_path)
+    spoilt(model, path, value)
+    assert main(args.split()) == 2
+    printed = capsys.readouterr().err
+    assert re.search(r"embe?d|norm|layers.0|blk.0", printed) and re.search("nan|NaN|inf", printed)
+    assert not Path("out/config.json").exists() and not Path("out").is_file()
+
+
+@pytest.mark.parametrize("args", ["export bad out --to merged --kind f16", "merge bad adapter out --dtype f16"])
+def test_a_weight_that_overflows_is_named(args, model, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    spoilt(model, "layers.0.q", 1e38)
+    program, *rest = args.split()
+    assert {"export": export.main, "merge": merge.main}[program](rest) == 2
+    assert "model.layers.0.self_attn.q_proj.weight: got inf at [0, 5], wanted finite weights" in capsys.readouterr().err
+
+
+def spoilt(model, path, value):
+    """Write a copy of the model with one other number at its sixth place, and an adapter of another weight."""
+    put = lambda w: w.flatten().index_fill(0, torch.tensor([5]), value).view_as(w)
+    changed(Path("bad"), model, re.escape(path), put)
+    cfg, params = hf.load(model)
+    peft.save("adapter", lora.init(params, "layers.1.q", 2, key=0), partial(hf.module_name, cfg=cfg))
