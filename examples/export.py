@@ -33,6 +33,7 @@ from fquant.format import Format
 from fquant.io import gguf as gguf_file
 from fquant.io import peft, safetensors
 from fquant.lazy import Lazy
+from fquant.tree import expect
 from models import hf
 from models.config import Config
 from models.export import bitsandbytes, compressed_tensors, dense, folder, gguf
@@ -89,6 +90,8 @@ class Options:
         if self.model == NOT_GIVEN:
             raise ValueError("there is no IN; wanted a folder to convert, and OUT; see --help")
         if self.to is None:
+            fault = f"{self.model}: no such folder; wanted that of a model, of a run or of a checkpoint"
+            expect(self.out != NOT_GIVEN or self.model.exists(), fault)
             return replace(self, to="adapter" if checkpoints.is_state(self.model) else "gguf").checked()
         if self.out == NOT_GIVEN:
             if self.to != "adapter":

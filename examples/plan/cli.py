@@ -218,6 +218,8 @@ def main(args: list[str] | None = None) -> int:
         options = command_line(Options("llama3-8b"), args, "python -m examples.plan")
         job, device = options.job(), options.hardware()
         meshes = {mesh: axes_in(mesh) for mesh in options.mesh}
+        if options.link is not None and all(math.prod(axes.values()) == 1 for axes in meshes.values()):
+            raise ValueError(f"--link is {options.link}, and one rank sends nothing; give a --mesh, or leave it out")
         if options.trace is not None and options.trace.exists() and not options.trace.is_dir():
             raise ValueError(f"--trace {options.trace}: is a file; wanted a folder")
         if options.plot is not None and not options.plot.parent.is_dir():

@@ -120,6 +120,16 @@ def publish(run: Run, state: State, folder: Path) -> None:
     peft.save(folder / ADAPTER, trained, names, base_model=str(run.options.model), tied=tied)
 
 
+def write_merged(run: Run, state: State, folder: Path) -> Path:
+    """Write the packed weights with the adapters merged into them, as a folder in ``folder``; return its path."""
+    out, work = folder / MERGED, run.work
+    if out.exists():  # of fewer steps, before the run was extended
+        shutil.rmtree(out)
+    hf.save_packed(out, work.cfg, merged(work.packed, state.trained), companions(run.options.model))
+    copy_companions(run.options.model, out)
+    return out
+
+
 def show(run: Run, state: State, result: Result | Judgement) -> None:
     """Write the result and the loss curve, and print one table."""
     options, folder, console = run.options, run.options.folder(), terminal.console()
@@ -136,12 +146,7 @@ def show(run: Run, state: State, result: Result | Judgement) -> None:
         subtitle = f"held-out perplexity: {dense}{after}"
         console.print(table(result, options, dist.get_world_size()))
     if options.merge_aware:
-        out, work = folder / MERGED, run.work
-        if out.exists():  # of fewer steps, before the run was extended
-            shutil.rmtree(out)
-        hf.save_packed(out, work.cfg, merged(work.packed, state.trained), companions(options.model))
-        copy_companions(options.model, out)
-        console.print(f"merged  {out}", soft_wrap=True)
+        console.print(f"merged  {write_merged(run, state, folder)}", soft_wrap=True)
     is_full = options.train == "full"
     kind = "all weights" if is_full else f"adapters of rank {options.rank} beside a frozen base"
     name = f"{options.model.name}: {options.objective}, {kind}"

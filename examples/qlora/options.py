@@ -49,6 +49,9 @@ IGNORED: Ignored = {
 }  # fmt: skip
 
 
+CHANGEABLE = ("compare_dense", "show_data")  # of these, when a run is resumed
+
+
 @dataclass(frozen=True)
 class Options(AdapterOptions, DataOptions, runs.Options):
     """Fine-tune LoRA adapters beside a quantised decoder, on one process or sharded over several.
@@ -181,9 +184,9 @@ class Options(AdapterOptions, DataOptions, runs.Options):
         parse_format(self.format, self.block)
 
     def check_used(self) -> None:
-        """Raise ValueError for an option that does nothing; in the folder of a run none is left open."""
-        if self.resume is None:
-            check_used(self, IGNORED | OF_DATA)
+        """Raise ValueError for an option that does nothing, of a resumed run among those that may change."""
+        ignored = IGNORED | OF_DATA
+        check_used(self, ignored if self.resume is None else {name: ignored[name] for name in CHANGEABLE})
 
     def check_objective(self) -> None:
         """Raise ValueError for options of another objective, and for adapters that cannot be merged."""
@@ -191,7 +194,9 @@ class Options(AdapterOptions, DataOptions, runs.Options):
             raise ValueError(
                 f"--kind and --smoothing are of --objective dpo, and this is {self.objective}; leave them out"
             )
-        if self.beta is not None and (self.objective == "sft" or self.objective != "distill" and self.beta <= 0):
+        if self.beta is not None and (
+            self.objective == "sft" or self.objective != "distill" and not 0 < self.beta < math.inf
+        ):
             fault = "has none; leave it out" if self.objective == "sft" else "wants a number above 0"
             raise ValueError(f"--beta is {self.beta}, and --objective {self.objective} {fault}")
         if self.objective == "distill":
@@ -244,6 +249,7 @@ class Options(AdapterOptions, DataOptions, runs.Options):
         self.check_warmup(steps)
         rate = self.lr or shipped.get("lr") or (RATE_FULL if is_full else RATE_LARGE if parameters >= LARGE else RATE)
         compares = shipped.get("compare_dense", False) if self.compare_dense is None else self.compare_dense
+        compares = compares and self.format != "none" and self.objective in objectives.ON_DOCUMENTS
         more = {
             "ordered": self.adds_in_order(parse(self.device)),
             "save_every": self.save_every or (20 if is_full else 1),

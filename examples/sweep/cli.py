@@ -5,8 +5,9 @@
     python -m examples.sweep --model DIR --vary data=a.jsonl,b.jsonl --validate-every 20
 
 Each experiment has the bits of ``python -m examples.qlora`` with its options. RUN/NAME/adapter is the adapter of each,
-for PEFT, and RUN/best that of the lowest validation. The other files are those of every run
-(examples/common/runs.py), and sweep.png shows the losses. The training is in examples/sweep/train.py.
+for PEFT, and RUN/best that of the lowest validation. With --merge-aware RUN/merged has the packed weights with the best
+adapter of the end. The other files are those of every run (examples/common/runs.py), and sweep.png shows the losses.
+The training is in examples/sweep/train.py.
 """
 
 import math
@@ -71,6 +72,9 @@ def show(run: Run, training: States, results: list[Result]) -> None:
         table.add_row(x.name, f"{x.loss:.4f}", *more)
     console.print(table)
     best = folder / ordered[0].name / qlora.ADAPTER
+    if run.options.merge_aware:
+        at = results.index(ordered[0])
+        console.print(f"merged  {qlora.write_merged(run.runs[at], training.many[at], folder)}", soft_wrap=True)
     console.print(f"best    {best}\nmetrics {folder / METRICS}\nplot    {drawn}", highlight=False, soft_wrap=True)
 
 

@@ -33,6 +33,8 @@ class Options(qlora.Options):
         """Raise ValueError for values out of range, before anything is started or read."""
         super().check()
         expect(self.train == "lora", "--train full of a sweep; wanted lora, or a run of examples.qlora for each")
+        fault = "measures the base of one run; leave it out, or use examples.qlora"
+        expect(not self.compare_dense, f"--compare-dense {self.compare_dense} {fault}")
         for one in self.experiments():
             one.check()
         for name in self.values() if self.resume is None else ():

@@ -39,6 +39,8 @@ IDLE = [  # options that would do nothing beside others
     ("sweep --rank 8", "--rank 8 with --vary rank=..."),
     ("sweep --dither 2 --vary lr=1,2", "--dither 2.0 is of --merge-aware"),
     ("sweep --holdout 4 --eval-data b --vary data=a.jsonl,b.jsonl", "--holdout 4 is of --data"),
+    ("sweep --compare-dense True", "--compare-dense True measures the base of one run"),
+    ("plan --model qwen3-0.6b --link 5 --mesh fsdp=1 dp=1", "--link is 5.0, and one rank sends nothing"),
     ("plan --wire int8", "--wire is int8 with --train lora"),
     ("merge a b c --shard 1 --format nf4", "--shard 1.0 is of a plain folder"),
     ("export a b --to gguf --shard 1", "--shard 1.0 is of a folder of weights"),
@@ -47,6 +49,18 @@ IDLE = [  # options that would do nothing beside others
     ("evaluate --rows 3 --choices a.jsonl", "--rows 3 is of texts, and --choices alone is measured"),
     ("generate --model DIR --prompt a --chat-template chatml", "--chat-template chatml is of chats"),
 ]
+NUMBERS = [
+    (f"{line} {number}", f"{line.split()[-1]} is {number}; wanted ")
+    for line in (
+        "qlora --weight-decay", "qlora --merge-aware --dither", "qlora --alpha", "qlora --lr", "qlora --epochs",
+        "qlora --clip", "qlora --objective distill --temperature", "vqvae --lr", "plan --model llama3-8b --reserve",
+    )
+    for number in ("nan", "inf", "-inf")
+] + [
+    ("qlora --objective dpo --data a --beta nan", "--beta is nan, and --objective dpo wants a number above 0"),
+    ("qlora --objective kto --data a --beta inf", "--beta is inf, and --objective kto wants a number above 0"),
+    ("merge a b c --scales nan", "--scales nan: wanted finite numbers"),
+]  # fmt: skip
 WRONG = [  # values that cannot be read, and what is not given
     ("qlora --lr 1e-4x", "qlora: Error parsing --lr: "),
     ("qlora --lr 1e-4x", "1e-4x"),
@@ -64,6 +78,7 @@ WRONG = [  # values that cannot be read, and what is not given
     ("generate --prompt a --top-k x", "--top-k"),
     ("qlora --lrr 1", "--lrr is no option; did you mean --lr?"),
     ("quantize a", "there is no OUT"),
+    ("export a", "a: no such folder; wanted that of a model, of a run or of a checkpoint"),
     ("quantize", "there is no IN"),
     ("inspect", "there is no DIR|FILE"),
     ("generate --prompt a", "there is no --model"),
@@ -71,7 +86,7 @@ WRONG = [  # values that cannot be read, and what is not given
 ]
 
 
-@pytest.mark.parametrize(("line", "wanted"), IDLE + WRONG)
+@pytest.mark.parametrize(("line", "wanted"), IDLE + NUMBERS + WRONG)
 def test_a_line(line, wanted, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     program, *args = line.split()

@@ -85,7 +85,8 @@ CHANGES = {
 def begun(model, adapter, tmp_path, monkeypatch):
     """Return a function that interrupts a conversion of a copy of the model."""
     monkeypatch.chdir(tmp_path)
-    shutil.copytree(model, "model"), shutil.copytree(adapter, "adapter")
+    shutil.copytree(model, "model")
+    shutil.copytree(adapter, "adapter")
 
     def begin(kind):
         main, args = CONVERSIONS[kind]

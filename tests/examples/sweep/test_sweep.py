@@ -8,13 +8,15 @@ from functools import partial
 import pytest
 import torch
 
+from examples.common import runs
+from examples.common.command_line import quantised
 from examples.common.progress import metrics
 from examples.qlora import cli as qlora
 from examples.qlora import measure
 from examples.qlora import train as alone
 from examples.sweep import cli, train
 from examples.sweep.options import Options
-from fquant import tree
+from fquant import INT8, lora, tree
 from fquant.io import peft
 from models import hf
 from tests.helpers import ranks
@@ -126,6 +128,25 @@ def test_a_run_writes_everything(model, text, tmp_path, capsys):
         best, its = (peft.load(out / where / "adapter", path_of) for where in ("best", name))
         assert all(map(torch.equal, tree.leaves(best), tree.leaves(its)))
     assert int(last_state(out).done) == 4
+
+
+def test_the_best_adapter_is_merged(model, text, tmp_path):
+    given = {
+        "vary": ("lr=1e-2,2e-2",),
+        "format": "int8",
+        "merge_aware": True,
+        "out": tmp_path / "run",
+        "mesh": "fsdp=1",
+    }
+    options = Options(**{"model": model, "data": text, **SMALL, **given})
+    assert ranks.run(1, runs.work, cli.PROGRAM, options, timeout=300) == [None]
+    found = json.loads((tmp_path / "run" / "result.json").read_text())["experiments"]
+    name = min(found, key=lambda x: x["loss"])["name"]
+    cfg, dense = hf.load(model)
+    adapters = peft.load(tmp_path / "run" / name / "adapter", partial(hf.path_of, cfg=cfg))
+    wanted, _ = lora.merge_packed(quantised(dense, INT8), adapters)
+    _, got = hf.load(tmp_path / "run" / "merged")
+    assert all(map(torch.equal, tree.leaves(got), tree.leaves(wanted)))
 
 
 def validated(options):
