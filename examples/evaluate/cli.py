@@ -89,6 +89,10 @@ class Options:
         """Raise ValueError for values out of range."""
         check_used(self, IGNORED)
         check_least(self, {"rows": 1, "seq": 2, "batch": 1})
+        if self.out is not None and self.out.exists() and not self.out.is_dir():
+            raise ValueError(f"--out {self.out}: is a file; wanted a folder")
+        if len(set(self.adapters)) < len(self.adapters):
+            raise ValueError(f"--adapters {' '.join(map(str, self.adapters))}: wanted each once")
         if not self.formats or len(set(self.formats)) < len(self.formats):
             raise ValueError(f"--formats {' '.join(self.formats)}: wanted at least one, and each once")
 
@@ -100,10 +104,15 @@ def main(args: list[str] | None = None) -> int:
         options = command_line(Options(), args, "python -m examples.evaluate")
         options.check()
         torch.set_num_threads(usable_cores(1))
-        found = evaluate(options, console)
+        show(options, console, evaluate(options, console))
     except (ValueError, TypeError, OSError) as error:
         terminal.complain("evaluate", error)
         return 2
+    return 0
+
+
+def show(options: Options, console: Console, found: list[Figures]) -> None:
+    """Print the figures, and write them to ``--out``."""
     for one in found if options.json else ():
         print(json.dumps(asdict(one)))
     if not options.json:
@@ -116,7 +125,6 @@ def main(args: list[str] | None = None) -> int:
         drawn = plot(options.out, f"{options.model.name}, {options.dtype}", found)
         if not options.json:
             console.print(f"plot    {drawn}", highlight=False, soft_wrap=True)
-    return 0
 
 
 def evaluate(options: Options, console: Console) -> list[Figures]:

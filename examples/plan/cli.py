@@ -222,29 +222,33 @@ def main(args: list[str] | None = None) -> int:
             raise ValueError(f"--link is {options.link}, and one rank sends nothing; give a --mesh, or leave it out")
         if options.trace is not None and options.trace.exists() and not options.trace.is_dir():
             raise ValueError(f"--trace {options.trace}: is a file; wanted a folder")
-        if options.plot is not None and not options.plot.parent.is_dir():
-            raise ValueError(f"--plot {options.plot}: its folder does not exist; make it")
-    except ValueError as error:
+        if options.plot is not None and (options.plot.is_dir() or not options.plot.parent.is_dir()):
+            fault = "is a folder; wanted a file" if options.plot.is_dir() else "its folder does not exist; make it"
+            raise ValueError(f"--plot {options.plot}: {fault}")
+        console = terminal.console()
+        rows = []
+        columns = TextColumn("tracing [bold]{task.fields[mesh]}[/]"), BarColumn(), MofNCompleteColumn()
+        with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+            task = progress.add_task("", total=2 * len(meshes), mesh="")
+            for mesh, axes in meshes.items():
+                progress.update(task, mesh=mesh)
+                found = price(job, axes, lambda: progress.advance(task), device)
+                rows.append(row(options, device, mesh, axes, found))
+        if options.json:
+            print(*(json.dumps(dataclasses.asdict(one)) for one in rows), sep="\n")
+        else:
+            tables.show(console, options, device, rows)
+        if options.plot is not None:
+            plot.draw_rows(options.plot, f"{options.model} on {options.device}", device, rows)
+        if options.trace is not None:
+            with (
+                console.status("tracing all layers"),
+                captured_step(job, meshes[options.mesh[0]], device, True) as step,
+            ):
+                written = profiling.predicted(step, device, options.model).save(options.trace)
+            if not options.json:
+                console.print(*written, sep="\n", highlight=False, soft_wrap=True)
+    except (ValueError, OSError) as error:
         terminal.complain("plan", error)
         return 2
-    console = terminal.console()
-    rows = []
-    columns = TextColumn("tracing [bold]{task.fields[mesh]}[/]"), BarColumn(), MofNCompleteColumn()
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("", total=2 * len(meshes), mesh="")
-        for mesh, axes in meshes.items():
-            progress.update(task, mesh=mesh)
-            found = price(job, axes, lambda: progress.advance(task), device)
-            rows.append(row(options, device, mesh, axes, found))
-    if options.json:
-        print(*(json.dumps(dataclasses.asdict(one)) for one in rows), sep="\n")
-    else:
-        tables.show(console, options, device, rows)
-    if options.plot is not None:
-        plot.draw_rows(options.plot, f"{options.model} on {options.device}", device, rows)
-    if options.trace is not None:
-        with console.status("tracing all layers"), captured_step(job, meshes[options.mesh[0]], device, True) as step:
-            written = profiling.predicted(step, device, options.model).save(options.trace)
-        if not options.json:
-            console.print(*written, sep="\n", highlight=False, soft_wrap=True)
     return 0

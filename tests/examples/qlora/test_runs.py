@@ -7,6 +7,7 @@ import random
 import re
 import shutil
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -259,6 +260,14 @@ def test_kinds_of_adapters_and_optimisers(given, tmp_path, options):
         assert tree.structure(x) == tree.structure(adapters[path])
         for name, t in tree.items(x):
             torch.testing.assert_close(t, tree.get(adapters[path], name), atol=1e-6, rtol=0)
+
+
+def test_an_option_that_does_nothing_is_refused_of_a_resumed_run_too():
+    """If it may change; and no default of the model that is shipped does nothing."""
+    with pytest.raises(ValueError, match="--compare-dense True measures the perplexity of a base before it is packed"):
+        Options(resume=Path("run"), format="none", compare_dense=True).check()
+    assert Options(format="none").resolved(10, 1).compare_dense is False
+    assert Options().resolved(10, 1).compare_dense is True
 
 
 def test_what_is_left_open():
