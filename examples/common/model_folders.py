@@ -88,7 +88,7 @@ def _check_same(out: Path, record: Path, inputs: Mapping[str, str]) -> None:
 
 
 def sources(options: Any, *folders: Path) -> dict[str, str]:
-    """Return what the result of a program depends on: its options, and the size and time of each file that it reads."""
+    """Return the inputs of a conversion by name: its options, and the size and time of each file in ``folders``."""
     given = {f.name: getattr(options, f.name) for f in dataclasses.fields(options) if f.name not in PLACES}
     found = {f"--{name}": str(value) for name, value in given.items()}
     for folder in folders:
@@ -98,7 +98,7 @@ def sources(options: Any, *folders: Path) -> dict[str, str]:
 
 
 def weight_files(*folders: Path | None) -> list[Path]:
-    """Return the files that have the weights of models, but for those with digests, whose stamps cover all bytes."""
+    """Return the files of the weights of models, except files with digests, because stamps cover all their bytes."""
     many = [headers(folder) for folder in folders if folder is not None and not (folder / hf.PACKED).exists()]
     found = {header.path: header for each in many for header in each.values()}
     return [path for path, header in found.items() if not header.digests]

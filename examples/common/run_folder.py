@@ -243,7 +243,7 @@ def files(*paths: Path) -> dict[str, str]:
 
 
 def split_files(paths: Callable[[], list[Path]]) -> dict[str, str]:
-    """Return what :func:`files` does of large files, of which each rank reads some; every rank calls it."""
+    """Return :func:`files` of large files. Each rank reads some of the files, so every rank calls this function."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     some = lambda: json.dumps(files(*paths()[rank::ranks]))
     _, texts = agree.attempt_and_tell("prepare", lambda: (None, some()))

@@ -16,7 +16,7 @@ ROWS = 20
 def table(found: Profile, rows: int = ROWS) -> Table:
     """Return the table of the ``rows`` lines that take most time, one for the rest, and one for the whole.
 
-    ``roofline`` is the time that arithmetic or memory traffic needs over the time taken; it is empty where that cannot
+    ``roofline`` is the time that arithmetic or memory traffic needs over the time taken, and empty if that cannot
     be right (``record.share``). ``held`` are the bytes, of results that the line made, which are live at the peak of
     the step's memory.
     """
