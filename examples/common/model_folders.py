@@ -53,12 +53,14 @@ def output(out: Path, resume: bool, inputs: Mapping[str, str] | None = None) -> 
     """
     place = out.resolve()  # so that two names of one place have one lock
     record = place.with_name(f".{place.name}.inputs")
-    has_begun = lambda: any(place.iterdir()) if place.is_dir() else place.with_name(f"{place.name}.part").exists()
+    log = place.with_name(f"{place.name}.part.log")  # of a file; without a line in it, the file is written anew
+    has_begun = lambda: any(place.iterdir()) if place.is_dir() else log.exists() and log.stat().st_size > 0
     with locking.held(place.with_name(f".{place.name}.lock")):
         fault = f"{out}: it exists already; choose another, or --resume an interrupted run"
         expect(not out.exists() or (resume and out.is_dir()), fault)
         if inputs is not None and has_begun():
-            _check_same(out, record, inputs) if resume else None
+            if resume:  # else what is written next refuses to begin
+                _check_same(out, record, inputs)
         elif inputs is not None:
             with replacing(record) as file:
                 file.write(json.dumps(dict(inputs), indent=2).encode())

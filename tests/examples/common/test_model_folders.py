@@ -127,3 +127,19 @@ def test_an_interrupted_run_goes_on_and_leaves_no_record(kind, begun, capsys):
     assert sorted(os.listdir()) == ["adapter", "model", "out", "whole"]
     files = lambda at: {p.name: p.read_bytes() for p in (at.iterdir() if at.is_dir() else [at])}
     assert list(files(Path("out")).values()) == list(files(Path("whole")).values())
+
+
+def test_a_file_without_a_finished_piece_is_begun_again_with_a_new_record(begun, capsys):
+    begun("gguf")
+    os.truncate("out.part.log", 0)  # as a power failure may leave it
+    CHANGES["tokenizer"]()
+    assert begun("gguf")() == 0, capsys.readouterr().err
+
+
+def test_an_interrupted_file_is_not_begun_again(begun, capsys):
+    resumed = begun("gguf")
+    CHANGES["tokenizer"]()
+    main, args = CONVERSIONS["gguf"]
+    assert main(args.replace("OUT", "out").split()) == 2
+    assert "got the file of an interrupted run" in capsys.readouterr().err
+    assert resumed() == 2 and "model/tokenizer.json was" in capsys.readouterr().err
