@@ -1,8 +1,9 @@
 """Comm: the seven places where a loss may communicate. Memory: the two where a step of an optimiser may.
 
 A model never sees a mesh. It is written once, against these functions, and gets other ones if its weights are sharded.
-``LOCAL`` is the identity everywhere. ``replace(LOCAL, wrap=remat)`` saves memory on one device. So it is with an
-optimiser and ``BESIDE_PARAMETERS``, in whose place ``shard.PINNED`` keeps moments on the host.
+``LOCAL`` is the identity everywhere, and its ``total`` raises in a job of several ranks. ``replace(LOCAL, wrap=remat)``
+saves memory on one device. So it is with an optimiser and ``BESIDE_PARAMETERS``, in whose place ``shard.PINNED`` keeps
+moments on the host.
 """
 
 import dataclasses
@@ -10,6 +11,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from .tree import node, static
@@ -75,6 +77,14 @@ def identity(x: Any) -> Any:
     return x
 
 
+def total_of_one_process(x: Tensor) -> Tensor:
+    """Return ``x``; raise ValueError in a job of several ranks, whose gradients add up."""
+    if dist.is_available() and dist.is_initialized() and (ranks := dist.get_world_size()) > 1:
+        fix = "give the loss the comm of the mesh, or count, the number on all ranks"
+        raise ValueError(f"count: missing on one of {ranks} ranks, whose gradients add up; {fix}")
+    return x
+
+
 def no_total(x: Tensor) -> Tensor:
     """Raise ValueError: a loss of single rows cannot know the number of targets of all rows."""
     raise ValueError("count: missing, and the gradients of rows add up; give the number of targets of the whole batch")
@@ -100,7 +110,7 @@ class Comm:
     wrap: Callable[[Callable[..., Any]], Callable[..., Any]] = identity
     pick: Callable[[Any, Tensor], Any] | None = None
     cut: Callable[[Any, Tensor, str], Any] | None = None
-    total: Callable[[Tensor], Tensor] = identity
+    total: Callable[[Tensor], Tensor] = total_of_one_process
 
     def load(self, x: Any) -> Any:
         """Open the parameters of one block and do the work that waits for them."""

@@ -10,13 +10,12 @@ the tokens of its own document up to itself, and positions restart at every docu
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
 from fquant import tree
 from fquant.autodiff import is_mapped, layers, mapped_levels
-from fquant.communication import Comm, identity, no_total
+from fquant.communication import LOCAL, Comm, no_total
 from fquant.device import HOST
 
 from .reference_gradient import at_least_float32
@@ -72,10 +71,7 @@ def cross_entropy(logits: Tensor, targets: Tensor, count: Tensor | float | None 
 
 def count_here(targets: Tensor) -> Tensor:
     """Count the targets that are not ignored: i64[], at least 1. Raise ValueError in a job of several ranks."""
-    if dist.is_initialized() and (ranks := dist.get_world_size()) > 1:
-        fix = "give the number of targets on all ranks, as comm.total((targets != -100).sum()), or use decoder.loss"
-        raise ValueError(f"count: missing on one of {ranks} ranks, whose gradients add up; {fix}")
-    return (targets != IGNORE).sum().clamp(min=1)
+    return LOCAL.total((targets != IGNORE).sum()).clamp(min=1)
 
 
 def num_targets(targets: Tensor, params: Any, comm: Comm) -> Tensor:
@@ -85,7 +81,7 @@ def num_targets(targets: Tensor, params: Any, comm: Comm) -> Tensor:
     """
     count = (targets != IGNORE).sum()
     is_of_example = mapped_levels(targets).difference(*map(mapped_levels, tree.leaves(params)))
-    if comm.total is no_total or (comm.total is not identity and not is_of_example):
+    if comm.total is no_total or not is_of_example:
         count = comm.total(count)
     return count.clamp(min=1)
 

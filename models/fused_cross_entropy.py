@@ -57,8 +57,8 @@ def cross_entropy(
     """Compute ``blocks.cross_entropy(linear(x, weight), targets, count)`` by chunks of rows: a float32 scalar, in nats.
 
     The sum of :func:`token_losses`, which has the arguments and the errors, is divided by ``count``, the number of
-    targets of the global batch. The default is the number counted here (at least 1), and a ValueError for a VocabShard
-    or in a job of several ranks, because other ranks have other targets.
+    targets of the global batch. The default is the number counted here (at least 1). Raises ValueError without
+    ``count`` for a VocabShard and in a job of several ranks, because other ranks have other targets.
     """
     fix = "give count, the number of targets on all ranks: comm.total((targets != -100).sum())"
     expect(count is not None or not isinstance(weight, VocabShard), f"count: missing beside a VocabShard; {fix}")

@@ -48,8 +48,8 @@ def output(out: Path, resume: bool, inputs: Mapping[str, str] | None = None) -> 
     """Hold the file or folder ``out`` while it is written, by a lock next to it.
 
     An interrupted run leaves a record of its ``inputs`` (:func:`sources`) next to ``out``. Raises ValueError if another
-    process holds ``out``, if ``out`` exists and ``resume`` is False, and if ``resume`` is True and an input differs
-    from the record.
+    process holds ``out``, and if ``out`` exists and ``resume`` is False. Raises ValueError if ``resume`` is True and an
+    input differs from the record.
     """
     place = out.resolve()  # so that two names of one place have one lock
     record = place.with_name(f".{place.name}.inputs")

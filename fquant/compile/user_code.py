@@ -107,9 +107,14 @@ def is_users(file: str) -> bool:
     return not file.startswith(_LIBRARIES)
 
 
-def held(x: Any, wanted: type | tuple[type, ...] = Tensor) -> Iterator[tuple[str, Any]]:
-    """Yield what is ``wanted`` in containers, objects, modules and functions within ``x``, by path, nearest first."""
-    left, seen = deque([("", x)]), dict[int, Any]()
+def held(
+    x: Any, wanted: type | tuple[type, ...] = Tensor, searched: dict[int, Any] | None = None
+) -> Iterator[tuple[str, Any]]:
+    """Yield what is ``wanted`` in containers, objects, modules and functions within ``x``, by path, nearest first.
+
+    ``searched`` has the objects that an earlier search has entered, by id. They are not entered again.
+    """
+    left, seen = deque([("", x)]), {} if searched is None else searched
     while left and len(seen) < _SEARCHED:
         path, each = left.popleft()
         if isinstance(each, wanted):
@@ -156,10 +161,11 @@ def name_of(x: Any, places: Iterable[Place]) -> str | None:
 
     Of several names the expression's own is taken, then the shortest. Code of a user goes before code of a library.
     """
+    searched = dict[int, Any]()  # of all frames: what does not hold x for one of them does not for another
     for frame, offset in sorted(places, key=lambda place: not is_users(place[0].f_code.co_filename)):
         read = ".".join(("", *_names_at(frame.f_code, offset), ""))
         known = {k: v for k, v in frame.f_globals.items() if k in frame.f_code.co_names} | dict(frame.f_locals)
-        paths = [path for path, leaf in held(known, type(x)) if leaf is x]
+        paths = [path for path, leaf in held(known, type(x), searched) if leaf is x]
         rank = lambda path, read=read: (f".{path}." not in read, f".{path.split('.')[0]}." not in read)
         if paths:
             return min(paths, key=rank).replace("__self__", "self").replace(".__class__", "")
@@ -169,8 +175,8 @@ def name_of(x: Any, places: Iterable[Place]) -> str | None:
 def _names_at(code: types.CodeType, offset: int) -> list[str]:
     """Return the names and constants, in order, in the expression that the instruction at ``offset`` computes.
 
-    An instruction is the one at ``offset`` or the last one before it. A frame that waits for a function in Python has
-    the offset of the call's inline cache if Python has specialised the call, and the offset of the call if it has not.
+    An instruction is the one at ``offset`` or the last one before it. If Python has specialised a call, the frame that
+    waits for the call has the offset of the call's inline cache.
     """
     each = [(i, i.positions) for i in dis.get_instructions(code) if i.positions and i.positions.lineno is not None]
     at = next((p for i, p in reversed(each) if i.offset <= offset), None)

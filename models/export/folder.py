@@ -45,7 +45,8 @@ def write(
 
     A shard has at most ``max_shard_bytes``, or one tensor. With ``resume`` the shards that an interrupted call has
     written are kept, once :func:`verify` has compared a sample of them. Raises ValueError for a folder that holds a
-    model, or with ``resume`` a whole one, or a shard of something else, and for a number that is not finite.
+    model, or with ``resume`` a whole one, or a shard of something else. Raises ValueError for a number that is not
+    finite.
     """
     folder, total, finished = Path(folder), len(tensors), 0
     refuse_a_model(folder, resume)

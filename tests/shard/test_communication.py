@@ -1,6 +1,7 @@
 """A decoder on a mesh: loss and gradients of one process on the whole batch, and no more bytes than its blocks have."""
 
 import math
+from dataclasses import replace
 from functools import cache, partial
 
 import pytest
@@ -11,14 +12,13 @@ from torch.func import grad, grad_and_value, vmap
 import models
 import shard
 from fquant import FP4, INT4_ZERO, INT8, LOCAL, NF4, NF4_DQ, Packed, jit, lora, quantize, random, tree
-from fquant.communication import Loadable, VocabShard
+from fquant.communication import Loadable, VocabShard, identity
 from models import decoder, experts
 from models.blocks import IGNORE
 from models.fused_cross_entropy import cross_entropy
 from models.losses import distillation, preference
 from shard import Rules
 from tests.helpers import ranks
-from tests.helpers.arrays import named
 from tests.helpers.sharding.meshes import batch, config, loss, padded
 
 pytestmark = pytest.mark.xdist_group("ranks")
@@ -279,14 +279,15 @@ def mapped(rows):
     comm, (x, y) = shard.comm(mesh, rules), batch(rows)
     mine = shard.share((x, y), mesh, rules)
     each = vmap(grad(of_decoder), (None, None, 0, 0, None, None))
-    wanted = shard.share(each(adapters, base, x, y, cfg, LOCAL), mesh, rules)
+    whole = replace(LOCAL, total=identity)  # of a rank that has the whole batch
+    wanted = shard.share(each(adapters, base, x, y, cfg, whole), mesh, rules)
     close_to(each(adapters, placed, *mine, cfg, comm), wanted)
     stacked = lora.stack([adapters, tree.map(lambda t: 1.5 * t, adapters)])
     of_adapters = vmap(grad(of_decoder), (0, None, 1, 1, None, None))
     cut = lambda t: torch.stack([t, t.flip(0)], 1)  # [rows adapters t]
     got = of_adapters(stacked, placed, *map(cut, mine), cfg, comm)
     every = (torch.cat([cut(t) for t in z.tensor_split(dist.get_world_size())]) for z in (x, y))
-    close_to(shard.reduce(got, mesh, rules), of_adapters(stacked, base, *every, cfg, LOCAL))
+    close_to(shard.reduce(got, mesh, rules), of_adapters(stacked, base, *every, cfg, whole))
 
 
 def close_to(got, wanted):
@@ -300,8 +301,12 @@ def test_examples_of_a_vmap_count_alone_and_batches_of_adapters_together(n):
 
 
 def uncounted(captured, name):
-    f = WITHOUT_COMM[name]
-    (jit(grad(f)) if captured else grad(f))(torch.zeros(3, 8), torch.eye(8), torch.zeros(3).long())
+    if name in LOSSES:
+        cfg, base, adapters = model(True)
+        f, given = partial(LOSSES[name], cfg=cfg), (adapters, base, *batch(2))
+    else:
+        f, given = WITHOUT_COMM[name], (torch.zeros(3, 8), torch.eye(8), torch.zeros(3).long())
+    (jit(grad(f)) if captured else grad(f))(*given)
 
 
 WITHOUT_COMM = {
@@ -312,8 +317,8 @@ WITHOUT_COMM = {
 
 
 @pytest.mark.parametrize("captured", [False, True])
-@named("name", WITHOUT_COMM)
-def test_a_loss_that_sees_no_comm_needs_a_count_on_several_ranks(name, captured):
+@pytest.mark.parametrize("name", [*WITHOUT_COMM, *LOSSES])
+def test_a_loss_without_a_comm_needs_a_count_on_several_ranks(name, captured):
     ranks.run(1, uncounted, captured, name)
     with pytest.raises(ranks.RankFailure) as caught:
         ranks.run(2, uncounted, captured, name, timeout=20)

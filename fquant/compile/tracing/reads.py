@@ -54,9 +54,9 @@ class Reads(TorchFunctionMode):
 
     The forward of an autograd Function runs outside of the transforms around it. A transform within the function may
     then have the level of one around it, and the wrapper of a tensor does not tell them apart. So what is noted may
-    also be an intermediate result. A second call makes other intermediate results. A tensor that the ``first`` call
-    read, or that it made of such tensors and kept, is a fault if the second call reads it again. The caller raises
-    faults, because an operator of a tensor turns a TypeError into another.
+    also be an intermediate result. A second call makes other intermediate results. So a tensor that both calls
+    read is a fault, and so is a tensor that the ``first`` call made of such tensors and kept. The caller raises faults,
+    because an operator of a tensor turns a TypeError into another.
     """
 
     def __init__(self, of: str, around: Around, given: Sequence[Tensor], first: "Reads | None" = None) -> None:

@@ -110,7 +110,7 @@ DIFFERENT = {  # axes, a program a rank, and what is expected
     "another of the same name": (
         {"fsdp": 2},
         ["step", "longer"],
-        "rank 0 step (collective 2: nothing); rank 1 step (collective 2: all_reduce sum float32[1] over 2)",
+        f"rank 0 step (collective 1: {SUM}); rank 1 step (leaf (root) float32[])",
     ),
 }
 
