@@ -61,7 +61,7 @@ class Format:
                  signs, so 7 for -8 to 7. Without values below zero None is the largest value
         text     the format as text, for :func:`read`: ``nf4_dq``, ``nf4:128``, or JSON if it has no name
         plain    this format with its scales in float32
-        integers the first and the last value of a table of integers in steps of one, with NaN at its end; None: another
+        integers the first and the last value of a table of integers in steps of one, with NaN around; None: another
         levels   the table as integers in units of 1, or of 1/127; None: they are no such
         in_absmax  True if kernels encode it: 4 or 8 bits, and the scale of a block is its absmax, because the largest
                  value of the table is 1
@@ -191,7 +191,8 @@ def _to_dict(format: Format) -> dict[str, Any]:
 def _integers(table: tuple[float, ...] | None) -> tuple[int, int] | None:
     values = [x for x in table or () if x == x]
     steps = values and math.isfinite(values[0]) and values == [values[0] + i for i in range(len(values))]
-    steps = steps and values == list(table or ())[: len(values)]
+    first = next((i for i, x in enumerate(table or ()) if x == x), 0)
+    steps = steps and values == list(table or ())[first : first + len(values)]
     return (int(values[0]), int(values[-1])) if steps and values[0] == round(values[0]) else None
 
 

@@ -165,7 +165,8 @@ def index(rows: Tensor, scale: Tensor, zero: Tensor, draws: Tensor | None, forma
     if format.integers is not None:
         first, last = format.integers
         y = torch.round(y) if draws is None else _drawn(y, _blocks(draws, format))
-        index = ((y + zero[..., None]).clamp(first, last).nan_to_num() - first).to(torch.uint8)
+        code = format.table.index(first) if format.table else 0  # of the first: NaN may be before it
+        index = ((y + zero[..., None]).clamp(first, last).nan_to_num() - (first - code)).to(torch.uint8)
     elif table in FLOAT8:
         largest = max(_finite(format))
         index = y.clamp(-largest, largest).to(FLOAT8[table]).view(torch.uint8)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torchao.prototype.mx_formats.kernels import f4_unpacked_to_f32
 
-from fquant import dequantize, quantize, tree
+from fquant import dequantize, quantize, random, tree
 from fquant.format import (
     AF4,
     AQ_2X8,
@@ -33,6 +33,7 @@ from fquant.format import (
     parse,
     read,
 )
+from fquant.quantized_training.weights import stochastic_quantize
 from tests.helpers.formats import KINDS, alike
 
 TABLES = {
@@ -154,6 +155,17 @@ def test_the_default_unit(table, unit):
             points = torch.tensor([v for v in values if v == v]) / unit
             nearest = (x[..., None] - points).abs().amin(-1)
             assert torch.allclose((dequantize(packed) - x).abs(), nearest, atol=1e-6)
+
+
+@pytest.mark.parametrize("bits, zero", [(4, False), (4, True), (8, False), (8, True)])
+def test_a_code_without_a_value_next_to_integers_moves_no_other(bits, zero):
+    x = random.normal(random.key(0), (5, 64))
+    values = range(2**bits - 1) if zero else range(1 - 2 ** (bits - 1), 2 ** (bits - 1))
+    for table in ((math.nan, *values), (*values, math.nan)):
+        packed = quantize(x, Format("mine", bits, 64, table, zero=zero))
+        assert ((dequantize(packed) - x).abs() <= 0.501 * packed.scale).all()
+        updated = stochastic_quantize(x, packed.format, random.key(1))
+        assert ((dequantize(updated) - x).abs() <= 1.001 * updated.scale).all()
 
 
 def test_the_default_unit_is_the_largest_value_with_both_signs():
