@@ -1,7 +1,6 @@
 """From end to end with the peers: our model on packed weights against transformers and PEFT on the dequantised ones."""
 
 import dataclasses
-import re
 from functools import partial
 
 import bitsandbytes.functional as bnb
@@ -168,7 +167,7 @@ def test_torch_compile_takes_what_the_readme_says(name):
     if name in COMPILED:
         torch.testing.assert_close(compiled(X), f(X))
         return
-    with pytest.raises(RuntimeError, match=re.escape("when making fake tensor call")):
+    with pytest.raises(RuntimeError, match="when making fake tensor call|Observed exception"):  # torch 2.13, 2.14
         compiled(X)
     torch._dynamo.reset()
     traced = torch.compile(make_fx(f)(X), backend="eager", fullgraph=name != "jvp")
