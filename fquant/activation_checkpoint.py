@@ -92,9 +92,8 @@ class _Remat(torch.autograd.Function):
         run: Callable[..., tuple[Tensor, ...]], _order: int, name: str, around: "Around", *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         with torch.no_grad():
-            given = [
-                t.detach() if t.requires_grad or has_tangent(t) else t for t in tensors
-            ]  # which f itself cannot hold
+            # f cannot hold these aliases, so a tensor that f holds differs from every argument.
+            given = [t.detach() if t.requires_grad or has_tangent(t) else t for t in tensors]
             out = checked(run, f"remat({name})", around, given)
             return tuple(t.view_as(t) if any(t is x for x in given) else t for t in out)  # torch saves no other
 

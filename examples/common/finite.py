@@ -10,6 +10,7 @@ from torch import Tensor
 from fquant import Packed, dequantize, tree
 from fquant.lazy import Lazy
 from fquant.tree import expect
+from models.export.folder import not_finite
 
 SMALLER = "use a smaller --lr"
 NAMES = {"grad norm": "norm of the gradient"}
@@ -46,7 +47,6 @@ def culprit(*trees: Any) -> str:
     for path, w in (item for x in trees for item in tree.items(x, is_leaf=lambda x: isinstance(x, Packed | Lazy))):
         w = w.read() if isinstance(w, Lazy) else w
         w = dequantize(w) if isinstance(w, Packed) else w
-        if isinstance(w, Tensor) and w.is_floating_point() and not (is_finite := w.isfinite()).all():
-            first = tuple(int(i) for i in (~is_finite).nonzero()[0])
-            return f"{path} has {float(w[first])} at {list(first)}; wanted finite weights"
+        if isinstance(w, Tensor) and w.is_floating_point() and (found := not_finite(w)):
+            return f"{path} has {found}; wanted finite weights"
     return "all weights are finite, so a product overflows, or a norm is zero; use --dtype f32, or another base"

@@ -79,12 +79,17 @@ def write(
 def check_finite(name: str, x: Any) -> Any:
     """Return a tensor or a Packed; raise ValueError, with the place, if a number of a float tensor is not finite."""
     for t in tree.leaves(x):
-        if t.dtype in FLOATS and t.numel() and not all(map(math.isfinite, torch.aminmax(t))):
-            at = [int(i) for i in (~t.isfinite()).nonzero()[0]]
-            raise ValueError(
-                f"{name}: got {float(t[tuple(at)])} at {at}, wanted finite weights; use another copy or dtype"
-            )
+        if t.dtype in FLOATS and (found := not_finite(t)):
+            raise ValueError(f"{name}: got {found}, wanted finite weights; use another copy or dtype")
     return x
+
+
+def not_finite(t: Tensor) -> str | None:
+    """Return the first number of a float tensor that is not finite, with its place; None if there is none."""
+    if not t.numel() or all(map(math.isfinite, torch.aminmax(t))):
+        return None
+    first = tuple(int(i) for i in (~t.isfinite()).nonzero()[0])
+    return f"{float(t[first])} at {list(first)}"
 
 
 def verify(file: Path, tensors: Mapping[str, Tensor | Lazy], count: int = 4, rows: int = 16) -> int:

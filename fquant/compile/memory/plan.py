@@ -19,7 +19,7 @@ and the moments that are donated.
 import ctypes
 import mmap
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -124,16 +124,7 @@ def plan_memory(graph: Graph) -> MemoryPlan | None:
             if node in sums:
                 copies[node].target = torch.ops._c10d_functional.all_reduce_.default
 
-    def like(node: Node) -> Any:
-        value = tensors.get(str(node.target))
-        return value.like if isinstance(value, Slot) else node.meta.get("val")
-
-    lazy = {node for node in new.nodes if any(map(dispatch.is_lazy, graphs.tensors(node)))}
-    for node in new.nodes:
-        if lazy.isdisjoint(node.all_input_nodes):
-            is_known = all(like(argument) is not None for argument in node.all_input_nodes)
-            given = map_arg((node.args, node.kwargs), like) if is_known else None
-            node.target = dispatch.direct(node.target, given) or node.target
+    _call_kernels_directly(new, tensors)
     places = [(pool.places_of(slots), slots) for slots in own.values()]
     for node, (made, _) in zip(own, places, strict=True):
         copies[node].target = pool.with_places(copies[node].target, made)  # type: ignore[arg-type]
@@ -143,6 +134,21 @@ def plan_memory(graph: Graph) -> MemoryPlan | None:
         _LazyGraphModule(root, new), nbytes, tensors, calls | {copy: node for node, copy in copies.items()}, places,
         any(graphs.nbytes(t) >= pool.LEAST for node in graph.nodes for t in graphs.tensors(node)),
     )  # fmt: skip
+
+
+def _call_kernels_directly(graph: Graph, tensors: Mapping[str, Slot | View]) -> None:
+    """Replace ops of a planned graph by the kernels that torch would choose, except where an operand is lazy."""
+
+    def like(node: Node) -> Any:
+        value = tensors.get(str(node.target))
+        return value.like if isinstance(value, Slot) else node.meta.get("val")
+
+    lazy = {node for node in graph.nodes if any(map(dispatch.is_lazy, graphs.tensors(node)))}
+    for node in graph.nodes:
+        if lazy.isdisjoint(node.all_input_nodes):
+            is_known = all(like(argument) is not None for argument in node.all_input_nodes)
+            given = map_arg((node.args, node.kwargs), like) if is_known else None
+            node.target = dispatch.direct(node.target, given) or node.target
 
 
 def _sums_in_place(graph: Graph) -> set[Node]:
